@@ -1,7 +1,5 @@
-"""Tests of Triton kernels:
-
-on a GPU they run as they are, without one on the CPU, in a process whose Triton interprets.
-"""
+"""Tests of Triton kernels: on a GPU they run as they are, without one on the CPU, in a process whose Triton
+interprets."""
 
 import os
 import pathlib

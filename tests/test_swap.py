@@ -1,7 +1,5 @@
-"""FlashMHF in place of the SwiGLU networks of a model: which, of what sizes, drawn how, and refusals.
-
-How such a model is stored and loaded is in tests/models/test_quantization.py.
-"""
+"""FlashMHF in place of the SwiGLU networks of a model: which, of what sizes, drawn how, and refusals. How such a model
+is stored and loaded is in tests/models/test_quantization.py."""
 
 import pytest
 import torch
@@ -126,14 +124,6 @@ def test_experts_are_left_alone(kind):
     assert flashmhf.replace_ffn(model) == ["dense"]
 
 
-def test_layers_of_a_classifier_are_no_experts():
-    """Two layers and two classes; a convolution with as many channels as a matrix has rows."""
-    layers = nn.ModuleList(block(norm=nn.LayerNorm(64), mlp=swiglus(64)[0]) for _ in range(2))
-    mixed = block(conv=Fused(64, 1, 4), project=nn.Linear(64, 128), mlp=swiglus(64)[0])
-    model = block(layers=layers, mixed=mixed, score=ROUTER)
-    assert flashmhf.replace_ffn(model) == ["layers.0.mlp", "layers.1.mlp", "mixed.mlp"]
-
-
 def offloaded() -> nn.Module:
     accelerate = pytest.importorskip("accelerate")
     return accelerate.cpu_offload(foreign(), "cpu")
@@ -199,3 +189,11 @@ def test_replace_ffn_refuses_and_leaves_the_model_as_it_was(model, arguments, er
     with pytest.raises(error, match=message):
         flashmhf.replace_ffn(model, **arguments)
     assert str(model) == before
+
+
+def test_layers_of_a_classifier_are_no_experts():
+    """Two layers and two classes; a convolution with as many channels as a matrix has rows."""
+    layers = nn.ModuleList(block(norm=nn.LayerNorm(64), mlp=swiglus(64)[0]) for _ in range(2))
+    mixed = block(conv=Fused(64, 1, 4), project=nn.Linear(64, 128), mlp=swiglus(64)[0])
+    model = block(layers=layers, mixed=mixed, score=ROUTER)
+    assert flashmhf.replace_ffn(model) == ["layers.0.mlp", "layers.1.mlp", "mixed.mlp"]

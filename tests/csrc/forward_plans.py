@@ -1,9 +1,6 @@
 """Plans of the forward kernels for 2,000 calls: ``python tests/csrc/forward_plans.py`` writes forward_plans.csv.gz
 beside it, which a test compares with what the planner says. A change of the file needs a measurement:
-docs/experiments.md says which.
-"""
-
-from __future__ import annotations
+docs/experiments.md says which."""
 
 import csv
 import gzip
@@ -24,19 +21,9 @@ DEVICES = {
 }
 CALL = ("kind", "device", "batch", "T", "H", "d_h", "E", "d_e", "group")
 PLAN = (
-    "row_ctas",
-    "consumers",
-    "slices",
-    "abreast",
-    "bundle",
-    "clusters",
-    "waves",
-    "rest",
-    "splits",
-    "flags",
-    "partials",
+    "row_ctas", "consumers", "slices", "abreast", "bundle", "clusters", "waves", "rest", "splits", "flags", "partials",
     "work",
-)
+)  # fmt: skip
 # H, d_h, E, d_e of networks of some 25M to 1.3B parameters.
 NETWORKS = [
     (16, 128, 22, 384),

@@ -1,9 +1,5 @@
-"""The launch planner:
-
-every token, head and inter tile exactly once, balanced, within the device's limits. Runs without a GPU.
-"""
-
-from __future__ import annotations
+"""The launch planner: every token, head and inter tile exactly once, balanced, within the device's limits. Runs without
+a GPU."""
 
 import collections
 import functools
@@ -206,32 +202,6 @@ def test_the_projection_kernel_is_taken_where_all_its_clusters_run_at_once(featu
     assert [tokens for tokens in range(1, 500) if plan.projects_faster(tokens, features)] == list(range(1, most + 1))
 
 
-@pytest.mark.parametrize("device", [CHIPS["single"], (8, 4, 2, 0, 0, 0, 0, 0)])
-def test_a_device_without_clusters_of_the_projection_takes_cublas(device):
-    calls = [(tokens, features) for tokens in (1, 64, 65, 100, 128, 200, 384) for features in (64, 256, 2048)]
-    fours = [call for call in calls if call[0] <= 64]
-    assert not any(plan.projects_faster(*call, device) for call in (calls if device[1] == 0 else fours))
-
-
-def test_a_chip_that_runs_fewer_clusters_takes_the_projection_kernel_for_fewer_features():
-    small = CHIPS["78"]
-    assert plan.projects_faster(200, 1216, small) and not plan.projects_faster(200, 1280, small), "19 pairs of pairs"
-    assert plan.projects_faster(128, 1792, small) and not plan.projects_faster(128, 1920, small), "14 of 18 fours"
-
-
-def test_the_candidates_are_listed_with_the_one_that_is_taken():
-    for planner in (f16, fp8):
-        for length in (1, 300, 512, 4096):
-            p = planner(1, length, 16, 128, 22, 384)
-            header, *lines = p["candidates"].splitlines()
-            (taken,) = (line.split() for line in lines if line.startswith("*"))
-            numbers = [
-                float(x) for x in " ".join(taken).replace("gathered parts", "parts").replace("|", "").split()[2:]
-            ]
-            assert numbers[:5] == [p["bundle"], p["consumers"], p["row_ctas"], p["slices"], p["abreast"]], header
-            assert numbers[9] == pytest.approx(max(numbers[5:7]) + numbers[7] + numbers[8], abs=0.2)
-
-
 @pytest.mark.parametrize(
     ("shape", "group", "message"),
     [
@@ -244,52 +214,3 @@ def test_the_candidates_are_listed_with_the_one_that_is_taken():
 def test_refusals(shape, group, message):
     with pytest.raises(ValueError, match=message):
         plan.plan_forward(*shape, group=group)
-
-
-@pytest.mark.parametrize(
-    ("length", "heads", "d_h", "few_rows"),
-    [
-        (1, 16, 128, True),
-        (128, 16, 128, True),
-        (192, 16, 128, False),
-        (256, 16, 128, False),
-        (512, 16, 128, True),
-        (1536, 16, 128, False),
-    ]
-    + [
-        (64, 32, 64, True),
-        (192, 32, 64, False),
-        (256, 32, 64, True),
-        (100, 21, 96, True),
-        (1, 16, 256, True),
-        (1536, 8, 256, False),
-    ],
-)
-def test_fp8_slices_of_up_to_two_row_tiles_have_the_shared_memory_of_their_own_instance(length, heads, d_h, few_rows):
-    p = fp8(1, length, heads, d_h, 22, {64: 192, 96: 256, 128: 384, 256: 704}[d_h])
-    sizes = {
-        policy["few_rows"]: policy["shared_memory"]
-        for policy in plan.policies()
-        if policy["kernel"] == "forward_fp8" and policy["head_dim"] == d_h
-    }
-    assert (p["slices"] > 1 and p["consumers"] <= 2) is few_rows
-    assert sizes[few_rows] - p["shared_memory"] == (0 if d_h == 256 else 12 * 1024), (
-        "without a router its W needs no room"
-    )
-
-
-def test_the_next_launch_starts_late_where_most_of_its_clusters_but_not_all_would_fit_beside_this_one():
-    late = {
-        g: plan.plan_forward(1, 1, 16, 128, 22, 384, group=g, large_clusters=7)["late_successor"] for g in (1, 2, 4, 8)
-    }
-    assert late == {1: False, 2: True, 4: True, 8: True}, "16 clusters beside 1, 8 beside 7, 4 beside 3"
-    assert not plan.plan_forward(1, 1, 8, 128, 22, 384, group=4, large_clusters=7)["late_successor"], "2 beside 5"
-    assert not plan.plan_forward(1, 4096, 16, 128, 22, 384)["late_successor"], "no slices"
-
-
-@pytest.mark.parametrize("group", [2, 4, 8])
-@pytest.mark.parametrize("tokens", [1, 100, 192, 1536, 32256])
-def test_heads_of_a_group_are_planned_like_sequences_of_one_head(group, tokens):
-    grouped = plan.plan_forward(1, tokens, 16, 128, 22, 384, group=group, may_bundle=False)
-    assert grouped == plan.plan_forward(group, tokens, 16 // group, 128, 22, 384)
-    assert grouped["abreast"] > 1 or tokens != 192

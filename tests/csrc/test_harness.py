@@ -1,9 +1,5 @@
-"""The standalone harnesses:
-
-one shape without Python, each result against fp64. FLASHMHF_BUILD names the CMake build folder of them.
-"""
-
-from __future__ import annotations
+"""The standalone harnesses: one shape without Python, each result against fp64. FLASHMHF_BUILD names the CMake build
+folder of them."""
 
 import os
 import subprocess

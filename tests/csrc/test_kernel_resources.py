@@ -1,7 +1,5 @@
 """Registers and spills of the built kernels, as ptxas reported them, against the budgets of csrc/*/policy.h."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Numbers of csrc/*/policy.h that a reader may change: what they may not be stops the build with a sentence."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,12 +1,8 @@
 """compute-sanitizer over the standalone harnesses at small shapes. FLASHMHF_BUILD names the CMake build folder of them.
-
 memcheck and synccheck must report nothing. racecheck does not follow this chain: a warp accesses shared memory with all
-its lanes,
-`__syncwarp`, one lane arrives (release) on a semaphore for which the other side waits (acquire). It counts only the
-arriving lane's accesses (rule 2 of csrc/README.md). HAND_OVERS names the places of this kind; any other report fails.
-"""
-
-from __future__ import annotations
+its lanes, `__syncwarp`, one lane arrives (release) on a semaphore for which the other side waits (acquire). It counts
+only the arriving lane's accesses (rule 2 of csrc/README.md). HAND_OVERS names the places of this kind; any other report
+fails."""
 
 import re
 import shutil
@@ -68,10 +64,8 @@ def function_at(source: list[str], line: int) -> str | None:
 
 
 def functions_of(name: str, line: int) -> set[str]:
-    """The functions that `name:line` may mean:
-
-    several, where `name` has no folder and more than one file is called so.
-    """
+    """The functions that `name:line` may mean: several, where `name` has no folder and more than one file is called
+    so."""
     files = [path for path in sources() if path.match(name.lstrip("/"))] or [
         path for path in sources() if path.name == Path(name).name
     ]

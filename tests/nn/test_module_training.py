@@ -28,10 +28,8 @@ class Residual(nn.Module):
 
 
 def train(backend: str, deterministic: bool = False, device: str = "cuda") -> tuple[torch.Tensor, nn.Module]:
-    """Losses of STEPS steps, and the model:
-
-    fp32 weights, 16-bit computation, a function of another network to be learned.
-    """
+    """Losses of STEPS steps, and the model: fp32 weights, 16-bit computation, a function of another network to be
+    learned."""
     generator, weights = (torch.Generator(device).manual_seed(seed) for seed in (3, 2))
     networks = (
         flashmhf.FlashMHF(128, 2, 3, 80, backend=backend, deterministic=deterministic, device=device) for _ in range(2)

@@ -1,6 +1,5 @@
 """Modules against float64 formulae with every switch of the official module, their state dicts, and the official layout
-both ways.
-"""
+both ways."""
 
 import copy
 import itertools
@@ -78,9 +77,8 @@ def test_state_and_default_width():
     assert shapes(flashmhf.FlashMHF(256, 2, 5)) == weights | projections
     assert [flashmhf.nn.default_subnet_dim(d) for d in (64, 96, 128, 256)] == [192, 256, 384, 704]
     grouped = flashmhf.FlashMHF(256, 4, 5, 16, num_kv_heads=2, skip_linear=True)
-    assert shapes(grouped) == dict.fromkeys("kuv", (2, 5, 16, 64)) | {
-        "router": (4, 64, 5)
-    } and "num_kv_heads=2" in repr(grouped)
+    assert shapes(grouped) == dict.fromkeys("kuv", (2, 5, 16, 64)) | {"router": (4, 64, 5)}
+    assert "num_kv_heads=2" in repr(grouped)
 
 
 @pytest.mark.parametrize("leading", [(), (5,), (2, 5), (2, 3, 5)])
@@ -118,13 +116,6 @@ STORED = MODULES | {"fp8": lambda: flashmhf.quantize.to_fp8(flashmhf.FlashMHF(D_
 every_module = pytest.mark.parametrize("make", STORED.values(), ids=STORED)
 
 
-@pytest.mark.parametrize("grad", [True, False])
-@every_module
-def test_the_meta_device_gives_shapes(make, grad):
-    with torch.set_grad_enabled(grad):
-        assert make().to("meta")(torch.empty(3, D_MODEL, device="meta")).shape == (3, D_MODEL)
-
-
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @every_module
 def test_autocast_takes_any_input(make, stored):
@@ -140,10 +131,8 @@ def test_autocast_takes_any_input(make, stored):
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_size_of_a_state_dict_is_checked_both_ways(gated):
-    """One tensor of another size at a time, and other H, E and H_kv than the checkpoint's;
-
-    with the right ones the same tensors.
-    """
+    """One tensor of another size at a time, and other H, E and H_kv than the checkpoint's; with the right ones the same
+    tensors."""
     settings = {"q_norm": True, "bias": True, "num_kv_heads": 3}
     network = flashmhf.FlashMHF(48, 6, 3, 16, **settings) if gated else flashmhf.MHFFN(48, 6, 48, **settings)
     ours = randomised(network).state_dict()
@@ -211,8 +200,7 @@ def test_a_state_dict_is_the_parameters_memory(make):
 )
 def test_weights_stay_contiguous(name, tool):
     """torch.channels_last, meant for images, changes the strides of every parameter of four dimensions, and checkpoints
-    keep strides.
-    """
+    keep strides."""
     make, x = STORED[name], torch.randn(5, D_MODEL)
     module = make()
     expected = module(x)
@@ -232,3 +220,10 @@ def test_weights_stay_contiguous(name, tool):
     stored = dict(module.named_parameters()) | dict(module.named_buffers())
     assert all(value.is_contiguous() for name, value in stored.items() if "." not in name)
     torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@every_module
+def test_the_meta_device_gives_shapes(make, grad):
+    with torch.set_grad_enabled(grad):
+        assert make().to("meta")(torch.empty(3, D_MODEL, device="meta")).shape == (3, D_MODEL)
