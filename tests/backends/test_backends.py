@@ -37,11 +37,9 @@ def test_info():
     assert found.chosen == "eager" and found.reasons["eager"] is None and found.reasons["triton"]
     assert "device is cpu" in found.reasons["hopper"]
     assert "eager" in str(found) and "not usable" in str(found)
-    assert (
-        here.reasons.keys() == {"hopper", "triton", "eager"}
-        and here.chosen is None
-        and here.details["torch"] == torch.__version__
-    )
+    assert here.reasons.keys() == {"hopper", "triton", "eager"}
+    assert here.chosen is None
+    assert here.details["torch"] == torch.__version__
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
@@ -81,43 +79,28 @@ def test_hopper_gpu_without_hopper_kernels_warns_once_per_reason(monkeypatch, un
         backends.select("auto", device, torch.bfloat16, 80, 384)
 
 
-@pytest.mark.parametrize(
-    ("module", "device", "capability", "dtype", "sizes", "reason"),
-    [
-        (hopper, "cuda", (8, 0), torch.bfloat16, {}, "capability 8.0; supported: 9.0"),
-        (hopper, "cuda", (10, 0), torch.bfloat16, {}, "capability 10.0; supported: 9.0"),
-        (hopper, "cuda", (9, 0), torch.float32, {}, "dtype is float32; supported: bfloat16, float16"),
-        (hopper, "cuda", (9, 0), torch.bfloat16, {"d_h": 80}, "d_h is 80; supported: 64, 96, 128, 256"),
-        (hopper, "cuda", (9, 0), torch.bfloat16, {"d_e": 40}, "d_e is 40; supported: multiples of 16"),
-        (
-            hopper,
-            "cuda",
-            (9, 0),
-            torch.bfloat16,
-            {"activation": "gelu"},
-            "supported: 'silu' (the triton and eager back ends have all)",
-        ),
-        (triton, "meta", (9, 0), torch.float16, {}, "device is meta; supported: an NVIDIA GPU"),
-        (triton, "cpu", (9, 0), torch.float16, {}, "device is cpu; supported"),
-        (triton, "cuda", (9, 0), torch.float64, {}, "dtype is float64; supported: bfloat16, float16, float32"),
-        (triton, "cuda", (9, 0), torch.float16, {"d_h": 48}, "d_h is 48; supported: 16, 32, 64, 96, 128, 192, 256"),
-        (triton, "cuda", (9, 0), torch.float16, {"d_e": 24}, "d_e is 24; supported: multiples of 16"),
-        (triton, "cuda", (7, 5), torch.bfloat16, {}, "compute capability 7.5; supported for bfloat16: 8.0"),
-        (triton, "cuda", (7, 5), torch.float16, {}, None),
-        (fp8_triton, "cpu", (9, 0), torch.float16, {}, "device is cpu; supported"),
-        (fp8_triton, "cuda", (8, 9), torch.float64, {}, "dtype is float64; supported"),
-        (fp8_triton, "cuda", (8, 9), torch.bfloat16, {"d_h": 16}, "d_h is 16; supported: 32, 64"),
-        (
-            fp8_triton,
-            "cuda",
-            (8, 6),
-            torch.bfloat16,
-            {},
-            "compute capability 8.6; supported for e4m3 products: 8.9 or later",
-        ),
-        (fp8_triton, "cuda", (8, 9), torch.bfloat16, {}, None),
-    ],
-)
+@pytest.mark.parametrize(("module", "device", "capability", "dtype", "sizes", "reason"), [
+    (hopper, "cuda", (8, 0), torch.bfloat16, {}, "capability 8.0; supported: 9.0"),
+    (hopper, "cuda", (10, 0), torch.bfloat16, {}, "capability 10.0; supported: 9.0"),
+    (hopper, "cuda", (9, 0), torch.float32, {}, "dtype is float32; supported: bfloat16, float16"),
+    (hopper, "cuda", (9, 0), torch.bfloat16, {"d_h": 80}, "d_h is 80; supported: 64, 96, 128, 256"),
+    (hopper, "cuda", (9, 0), torch.bfloat16, {"d_e": 40}, "d_e is 40; supported: multiples of 16"),
+    (hopper, "cuda", (9, 0), torch.bfloat16, {"activation": "gelu"},
+     "supported: 'silu' (the triton and eager back ends have all)"),
+    (triton, "meta", (9, 0), torch.float16, {}, "device is meta; supported: an NVIDIA GPU"),
+    (triton, "cpu", (9, 0), torch.float16, {}, "device is cpu; supported"),
+    (triton, "cuda", (9, 0), torch.float64, {}, "dtype is float64; supported: bfloat16, float16, float32"),
+    (triton, "cuda", (9, 0), torch.float16, {"d_h": 48}, "d_h is 48; supported: 16, 32, 64, 96, 128, 192, 256"),
+    (triton, "cuda", (9, 0), torch.float16, {"d_e": 24}, "d_e is 24; supported: multiples of 16"),
+    (triton, "cuda", (7, 5), torch.bfloat16, {}, "compute capability 7.5; supported for bfloat16: 8.0"),
+    (triton, "cuda", (7, 5), torch.float16, {}, None),
+    (fp8_triton, "cpu", (9, 0), torch.float16, {}, "device is cpu; supported"),
+    (fp8_triton, "cuda", (8, 9), torch.float64, {}, "dtype is float64; supported"),
+    (fp8_triton, "cuda", (8, 9), torch.bfloat16, {"d_h": 16}, "d_h is 16; supported: 32, 64"),
+    (fp8_triton, "cuda", (8, 6), torch.bfloat16, {},
+     "compute capability 8.6; supported for e4m3 products: 8.9 or later"),
+    (fp8_triton, "cuda", (8, 9), torch.bfloat16, {}, None),
+])  # fmt: skip
 def test_why_not(monkeypatch, module, device, capability, dtype, sizes, reason):
     if module is not hopper:
         pytest.importorskip("triton")
@@ -125,11 +108,6 @@ def test_why_not(monkeypatch, module, device, capability, dtype, sizes, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     found = module.why_not(torch.device(device), dtype, **{"d_h": 64, "d_e": 64} | sizes)
     assert found is None if reason is None else reason in found
-
-
-def test_why_not_without_triton(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "Triton is not installed" in triton.why_not(torch.device("cuda"), torch.float16, d_h=64, d_e=64)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +137,7 @@ def test_why_the_library_is_not_usable(monkeypatch, tmp_path, uncached, cuda, ex
 
 def machine(monkeypatch, *devices: tuple[str, tuple[int, int]]) -> None:
     """A machine with these CUDA devices (name, compute capability), the first of them current, and a library that
-    loads.
-    """
+    loads."""
     index = lambda device: torch.device(device).index or 0  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
@@ -179,12 +156,6 @@ def test_info_describes_every_device(monkeypatch):
     assert found.other_devices["cuda:1 (NVIDIA H200)"]["hopper"] is None
     assert "capability 7.5" in found.other_devices["cuda:2 (NVIDIA T4)"]["triton"]
     assert "cuda:1 (NVIDIA H200):\n  hopper  usable" in str(found)
-
-
-def test_selection_is_for_each_device_by_itself(monkeypatch, uncached):
-    machine(monkeypatch, ("NVIDIA RTX A400", (8, 6)), ("NVIDIA H200", (9, 0)))
-    chosen = [backends.select("auto", torch.device("cuda", i), torch.bfloat16, 128, 384) for i in range(2)]
-    assert chosen[1] is hopper and chosen[0] is not hopper
 
 
 def test_an_amd_gpu_is_not_called_a_hopper_gpu(monkeypatch, uncached):
@@ -220,3 +191,14 @@ def test_a_hopper_gpu_gets_the_hopper_back_end():
         pytest.skip("this GPU is not of compute capability 9.0")
     p = problem(100, 2, 128, 3, 64, torch.bfloat16, "cuda")
     assert flashmhf.info(p.q, p.k).chosen == "hopper", flashmhf.info(p.q, p.k)
+
+
+def test_why_not_without_triton(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "Triton is not installed" in triton.why_not(torch.device("cuda"), torch.float16, d_h=64, d_e=64)
+
+
+def test_selection_is_for_each_device_by_itself(monkeypatch, uncached):
+    machine(monkeypatch, ("NVIDIA RTX A400", (8, 6)), ("NVIDIA H200", (9, 0)))
+    chosen = [backends.select("auto", torch.device("cuda", i), torch.bfloat16, 128, 384) for i in range(2)]
+    assert chosen[1] is hopper and chosen[0] is not hopper

@@ -1,17 +1,15 @@
 """The Triton back end, interpreted where there is no GPU."""
 
 import dataclasses
-import pathlib
 
 import pytest
 import torch
 from interpreter import DEVICE, HALF, INTERPRETED, far_apart, run_interpreted, runs_kernels, starts_interpreter
 from targets import VIEWS, shifted
 
-from benchmarks import tune_triton as tune
 from flashmhf.backends import triton as back_end
 from flashmhf.backends.contract import Settings
-from flashmhf.backends.triton import configs, launch
+from flashmhf.backends.triton import launch
 from flashmhf.testing import assert_accurate, poisoned_memory, problem, relative_l2
 
 NAMES = ("dq", "dk", "du", "dv", "dr")
@@ -88,8 +86,7 @@ CASES = [  # arguments of problem, and p.activation; the interpreter takes secon
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values(case):
     """Head dimensions, tails of tokens and of d_e, gates, activations, grouped heads, magnitudes, scores in SiLU's
-    exponential tail.
-    """
+    exponential tail."""
     case = {"dtype": HALF, "activation": "silu"} | case
     activation = case.pop("activation")
     check(dataclasses.replace(make(*case.pop("shape"), case.pop("dtype"), **case), activation=activation))
@@ -168,10 +165,8 @@ def test_split_and_unsplit_sums_and_those_that_are_added_to(waves, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["contiguous", "swapped"])
 def test_offsets_beyond_32_bits(layout):
-    """T x H x d_h past 2^31 elements;
-
-    only the last tokens have a gradient, so the weight gradients are theirs alone.
-    """
+    """T x H x d_h past 2^31 elements; only the last tokens have a gradient, so the weight gradients are theirs
+    alone."""
     tokens, tail = 1_048_578, 2
     small = problem(tail, 16, 128, 1, 16, torch.bfloat16, device="cuda")
 
@@ -197,16 +192,3 @@ def test_offsets_beyond_32_bits(layout):
 def test_gates_beyond_32_bits(tmp_path):
     p = make(5, 1, 16, 3, 16, HALF, gate="same")
     same(run(p, r=far_apart(p.r, tmp_path)), run(p))
-
-
-@pytest.mark.parametrize(("stride", "taken"), [(2**30 - 64, True), (2**30, False)])
-def test_tensor_maps_of_tokens_end_at_32_bits(stride, taken):
-    """Heads that lie far apart, as those of [1, H, L, d_h].transpose(1, 2) do, are columns of one map."""
-    x = torch.empty_strided((1024, 3, 64), (64, stride, 1), dtype=torch.float16, device="meta")
-    assert (launch._Rows(x, "q").descriptor((64, 64)) is not None) == taken
-
-
-def test_table_has_every_row_and_survives_rewriting():
-    assert set(configs.TABLE) == {(a, b, d) for a in ("sm90", "other") for b in (16, 32) for d in back_end.HEAD_DIMS}
-    assert all(set(row) == set(tune.KERNELS) for row in configs.TABLE.values())
-    assert tune.rewrite(configs.TABLE) == pathlib.Path(configs.__file__).read_text(encoding="utf-8")

@@ -1,7 +1,5 @@
-"""flashmhf.quantize:
-
-packing, the FP8 operators against float64 and against an FP8 SwiGLU, modules, counts of saturation, refusals.
-"""
+"""flashmhf.quantize: packing, the FP8 operators against float64 and against an FP8 SwiGLU, modules, counts of
+saturation, refusals."""
 
 import copy
 import math
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 import flashmhf
 from flashmhf import backends, quantize, reference, testing
 from flashmhf.backends.eager import fp8 as eager
-from flashmhf.backends.fp8_layout import E4M3, E4M3_MAX, permutation, to_e4m3
+from flashmhf.backends.fp8_layout import E4M3, permutation, to_e4m3
 from flashmhf.distributed import Rank, shard
 from flashmhf.integrations.peft import stack_weights
 from flashmhf.testing import SMALL, relative_l2
@@ -35,11 +33,8 @@ def exact(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) -> Tenso
 
 
 def assert_as_its_points(actual: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) -> None:
-    """The rule:
-
-    no more error than 1.05 of what the quantisation points cause with exact sums, those of the same operands in
-    float64.
-    """
+    """The rule: no more error than 1.05 of what the quantisation points cause with exact sums, those of the same
+    operands in float64."""
     truth = exact(q, k, u, v, r)
     points = eager._forward(q, *quantize.pack_fp8(k, u, v).tensors, None if r is None else r.double(), torch.float64)[0]
     assert torch.isfinite(actual).all()
@@ -68,11 +63,9 @@ def test_the_rule_rejects_wrong_kernels():
 def test_packing_and_unpacking():
     _, k, u, v, _ = problem(dtype=torch.float32)
     packed = quantize.pack_fp8(k, u, v)
-    assert (
-        packed.k8.dtype == packed.v8.dtype == E4M3
-        and packed.v8.shape == (2, 3, 64, 80)
-        and packed.scales.shape == (3, 2, 3)
-    )
+    assert packed.k8.dtype == packed.v8.dtype == E4M3
+    assert packed.v8.shape == (2, 3, 64, 80)
+    assert packed.scales.shape == (3, 2, 3)
     for weight, unpacked in zip((k, u, v), quantize.unpack(packed), strict=True):
         assert relative_l2(unpacked, weight.double()) < 0.03
     assert torch.equal(packed.scales[0], packed.scales[0, :, :1].expand(2, 3))
@@ -82,36 +75,6 @@ def test_packing_and_unpacking():
     assert place[:4] == [0, 1, 8, 9] and sorted(place) == list(range(16))
     plain = to_e4m3(k / packed.scales[0][..., None, None]).float()
     assert torch.equal(packed.k8.float(), plain[..., permutation(64)])
-
-
-def test_outlier_weights_keep_the_others_bits():
-    _, k, u, v, _ = problem(dtype=torch.float32)
-    v[0, 0, 0, 0] = 50 * v.std()
-    _, _, unpacked = quantize.unpack(quantize.pack_fp8(k, u, v))
-    assert quantize.pack_fp8(k, u, 9 * v).v8.float().abs().max() <= 50.1  # an outlier of 50 standard deviations
-    v[0, 0, 0, 0] *= 4
-    assert quantize.pack_fp8(k, u, v).v8.float().abs().max() <= 112  # else one product may leave fp16
-    rest = torch.ones_like(v, dtype=torch.bool)
-    rest[0, 0, 0, 0] = False
-    assert relative_l2(unpacked[rest], v[rest].double()) < 0.03
-
-
-def test_the_largest_of_a_row_of_q8_is_a_power_of_two():
-    """And the norm of the row before its rounding is more than 2 and at most 4, whatever the row:
-
-    A then needs no factor for its range.
-    """
-    rows = torch.randn(200, 128, generator=torch.Generator().manual_seed(0))
-    rows[0], rows[1, 1:], rows[2, 5] = 3.7, 0, 400.0  # equal values, a single one, one of the others' 400 fold
-    for scale in (1e-12, 1.0, 1e12):
-        q8, unit = eager.quantise_q(rows * scale, torch.float64)
-        exponent = q8.abs().amax(-1).log2()
-        assert torch.equal(exponent, exponent.round())
-        norm = (rows.double() * scale / unit.double()).norm(dim=-1)
-        assert (norm > 2).all() and (norm <= 4 * (1 + 1e-6)).all()
-        assert relative_l2(q8 * unit, rows.double() * scale) < 0.03
-    q8, unit = eager.quantise_q(torch.zeros(1, 128), torch.float64)
-    assert (q8 == 0).all() and 0 < unit < 1e-17
 
 
 @pytest.mark.parametrize("head_dim, subnet_dim, group", [(64, 80, 1), (96, 48, 2), (128, 384, 1), (256, 16, 2)])
@@ -174,34 +137,6 @@ def test_weights_that_are_not_finite_leave_the_outputs_finite_that_the_definitio
     assert torch.equal(out.isfinite(), exact.isfinite())
     finite = out.isfinite()
     assert relative_l2(out.where(finite, 0), exact.where(finite, 0)) < 0.08
-
-
-def test_error_is_that_of_an_fp8_swiglu(device):
-    """Of equal size (the 370M model's layer), rows scaled by their largest value: the usual FP8 recipe."""
-    generator = torch.Generator().manual_seed(3)
-    tokens, d_model, width = 128, 1024, 2752
-    x = torch.randn(tokens, d_model, generator=generator).to(device)
-    gate_proj, up_proj = (
-        torch.randn(width, d_model, generator=generator).to(device) / math.sqrt(d_model) for _ in range(2)
-    )
-    down_proj = torch.randn(d_model, width, generator=generator).to(device) / math.sqrt(width)
-
-    def by_rows(x):
-        scale = x.abs().amax(-1, keepdim=True) / E4M3_MAX
-        return to_e4m3(x / scale).double() * scale.double()
-
-    def linear(x, weight):
-        return by_rows(x) @ by_rows(weight).T
-
-    inner = (nn.functional.silu(linear(x, gate_proj)) * linear(x, up_proj)).float()
-    swiglu = relative_l2(
-        linear(inner, down_proj),
-        (nn.functional.silu(x.double() @ gate_proj.double().T) * (x.double() @ up_proj.double().T))
-        @ down_proj.double().T,
-    )
-    q, k, u, v, r = problem(tokens, 8, 7, 384, 128, device=device)
-    ours = relative_l2(quantize.forward(q, quantize.pack_fp8(k, u, v), r), exact(q, k, u, v, r))
-    assert ours <= 1.005 * swiglu  # equal: the roundings of either kernel move the fourth digit
 
 
 def test_state_dict_and_safetensors(tmp_path):
@@ -355,11 +290,9 @@ def test_quantize_a_model():
     with torch.no_grad():
         truth = copy.deepcopy(model[:3]).double()(x.double())
         assert quantize.quantize_(model) == ["1", "2.0", "3"]
-        assert (
-            relative_l2(model[:3](x), truth) < 0.15
-            and isinstance(model[1], quantize.Fp8FlashMHF)
-            and model[1] is model[3]
-        )
+        assert relative_l2(model[:3](x), truth) < 0.15
+        assert isinstance(model[1], quantize.Fp8FlashMHF)
+        assert model[1] is model[3]
         assert model(x[:0].view(3, 0, 128)).shape == (3, 0, 128)
     bytes_before = 3 * 2 * 3 * 80 * 64 * 2  # of K, U and V in bf16
     packed = model[1].packed
@@ -402,86 +335,38 @@ def test_refusals():
     restore = lambda **other: quantize.PackedWeights.from_state_dict(packed.state_dict() | other)  # noqa: E731
     for error, message, call in (
         (TypeError, "k must be a torch.Tensor", lambda: quantize.pack_fp8(None, u, v)),
-        (
-            ValueError,
-            "multiples of 16, d_e is 20",
-            lambda: quantize.pack_fp8(*(x[:, :, :20].contiguous() for x in (k, u, v))),
-        ),
+        (ValueError, "multiples of 16, d_e is 20", lambda: quantize.pack_fp8(*(x[:, :, :20].contiguous() for x in (k, u,
+         v)))),
         (TypeError, "packed must be a flashmhf.quantize.PackedWeights", lambda: quantize.forward(q, (k, u, v))),
-        (TypeError, "packed must be a flashmhf.quantize.PackedWeights", lambda: quantize.unpack((k, u, v))),
         (TypeError, "packed must be a flashmhf.quantize.PackedWeights", lambda: quantize.count_saturated(q, (k, u, v))),
-        (
-            ValueError,
-            "packed has layout 2; supported: 1",
-            lambda: quantize.forward(q, quantize.PackedWeights(*packed.tensors, layout=2)),
-        ),
-        (
-            ValueError,
-            "packed has layout 2; supported: 1",
-            lambda: quantize.unpack(quantize.PackedWeights(*packed.tensors, layout=2)),
-        ),
+        (ValueError, "packed has layout 2; supported: 1", lambda: quantize.forward(q,
+         quantize.PackedWeights(*packed.tensors, layout=2))),
         (TypeError, "dtype is torch.int32; supported: bfloat16", lambda: quantize.unpack(packed, torch.int32)),
-        (TypeError, "dtype is float32; supported: bfloat16", lambda: quantize.unpack(packed, "float32")),
         (TypeError, "device must be a torch.device or a str, got dtype", lambda: packed.to(torch.float16)),
-        (
-            TypeError,
-            "state must be a mapping of tensors, got NoneType",
-            lambda: quantize.PackedWeights.from_state_dict(None),
-        ),
         (TypeError, "layout must be a torch.Tensor, got int", lambda: restore(layout=1)),
-        (ValueError, r"layout is \[1.5\]", lambda: restore(layout=torch.tensor([1.5]))),
         (ValueError, r"q has shape \[200, 2, 32\]", lambda: quantize.count_saturated(q[..., :32], packed)),
-        (
-            ValueError,
-            r"q has shape \[200, 3, 64\]",
-            lambda: quantize.count_saturated(q[:, :1].expand(200, 3, 64), packed),
-        ),
         (TypeError, "q has dtype int32", lambda: quantize.count_saturated(q.int(), packed)),
         (NotImplementedError, "q is on meta", lambda: quantize.count_saturated(q.to("meta"), packed.to("meta"))),
-        (TypeError, "k has dtype int32; supported: bfloat16", lambda: quantize.pack_fp8(k.int(), u, v)),
-        (ValueError, "u is on meta but k is on cpu", lambda: quantize.pack_fp8(k, u.to("meta"), v)),
-        (
-            TypeError,
-            r"u has dtype float32; supported: bfloat16 \(k's dtype\)",
-            lambda: quantize.pack_fp8(k, u.float(), v),
-        ),
         (TypeError, "backend must be a str, got NoneType", lambda: quantize.forward(q, packed, r, backend=None)),
-        (TypeError, "r must be a torch.Tensor, got list", lambda: quantize.forward(q, packed, [1.0])),
         (TypeError, "k8 has dtype bfloat16; supported: float8_e4m3fn", lambda: op(q, k, u8, v8, scales)),
         (ValueError, r"v8 has shape .*expected \[2, 3, 64, 80\]", lambda: op(q, k8, u8, k8, scales)),
         (ValueError, r"scales has shape .*expected \[3, 2, 3\]", lambda: op(q, k8, u8, v8, scales[:2].contiguous())),
         (TypeError, "scales has dtype float64", lambda: op(q, k8, u8, v8, scales.double())),
         (ValueError, r"q has shape .*H a multiple of H_kv = 2", lambda: op(q[:, :1], k8, u8, v8, scales)),
         (TypeError, "q has dtype int32", lambda: op(q.int(), k8, u8, v8, scales)),
-        (ValueError, r"r has shape", lambda: op(q, k8, u8, v8, scales, r[..., :2])),
-        (ValueError, "backend is 'cuda'", lambda: op(q, k8, u8, v8, scales, backend="cuda")),
-        (
-            NotImplementedError,
-            "backend='hopper' cannot run: device is cpu",
-            lambda: op(q, k8, u8, v8, scales, backend="hopper"),
-        ),
-        (
-            NotImplementedError,
-            "an input requires a gradient",
-            lambda: quantize.forward(q.clone().requires_grad_(), packed),
-        ),
+        (NotImplementedError, "backend='hopper' cannot run: device is cpu", lambda: op(q, k8, u8, v8, scales,
+         backend="hopper")),
+        (NotImplementedError, "an input requires a gradient", lambda: quantize.forward(q.clone().requires_grad_(),
+         packed)),
         (TypeError, "network must be a flashmhf.FlashMHF, got Linear", lambda: quantize.to_fp8(nn.Linear(2, 2))),
-        (TypeError, "network must be a flashmhf.FlashMHF, got int", lambda: quantize.Fp8FlashMHF(3)),
-        (TypeError, "k8 must be a torch.Tensor, got int", lambda: quantize.PackedWeights(1, 2, 3, 4)),
-        (
-            ValueError,
-            "activation is 'gelu'",
-            lambda: quantize.Fp8FlashMHF(flashmhf.FlashMHF(64, 1, 1, 16, activation="gelu")),
-        ),
+        (ValueError, "activation is 'gelu'", lambda: quantize.Fp8FlashMHF(flashmhf.FlashMHF(64, 1, 1, 16,
+         activation="gelu"))),
         (ValueError, "model holds no FlashMHF", lambda: quantize.quantize_(nn.Sequential(nn.Linear(2, 2)))),
         (ValueError, r"supported: to_fp8\(model\)", lambda: quantize.quantize_(flashmhf.FlashMHF(64, 1, 1, 16))),
         (TypeError, "got Tensor", lambda: quantize.check_saturation(q).__enter__()),
-        (
-            ValueError,
-            "holds no Fp8FlashMHF",
-            lambda: quantize.check_saturation(flashmhf.FlashMHF(64, 1, 1, 16)).__enter__(),
-        ),
-    ):
+        (ValueError, "holds no Fp8FlashMHF", lambda: quantize.check_saturation(flashmhf.FlashMHF(64, 1, 1,
+         16)).__enter__()),
+    ):  # fmt: skip
         with pytest.raises(error, match=message):
             call()
     assert backends.select_fp8("auto", q.device, q.dtype, 64, 80) is eager
@@ -528,18 +413,20 @@ def test_saturated_values_of_a_call_are_counted():
     assert report[""]["a"] == quantize.count_saturated(fp8.query(x), fp8.packed)["a"] == (ELEMENTS, ELEMENTS)
 
 
-def test_the_norm_of_q_and_compiled_models():
-    fp8 = quantize.to_fp8(small_network(q_norm=True))
-    compiled = torch.compile(fp8, backend="eager")
-    x = torch.randn(5, 32)
-    compiled(x)
-    with quantize.check_saturation(compiled) as report:
-        compiled(x=x)
-    assert [counts["a"] for counts in report.values()] == [(0, 5 * ELEMENTS)]
-
-
 def test_the_check_ends_with_an_error():
     fp8 = quantize.to_fp8(small_network())
     with pytest.raises(ValueError, match="d_model"), quantize.check_saturation(fp8):
         fp8(torch.randn(5, 31))
     assert not fp8._forward_hooks
+
+
+def test_outlier_weights_keep_the_others_bits():
+    _, k, u, v, _ = problem(dtype=torch.float32)
+    v[0, 0, 0, 0] = 50 * v.std()
+    _, _, unpacked = quantize.unpack(quantize.pack_fp8(k, u, v))
+    assert quantize.pack_fp8(k, u, 9 * v).v8.float().abs().max() <= 50.1  # an outlier of 50 standard deviations
+    v[0, 0, 0, 0] *= 4
+    assert quantize.pack_fp8(k, u, v).v8.float().abs().max() <= 112  # else one product may leave fp16
+    rest = torch.ones_like(v, dtype=torch.bool)
+    rest[0, 0, 0, 0] = False
+    assert relative_l2(unpacked[rest], v[rest].double()) < 0.03

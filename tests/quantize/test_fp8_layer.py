@@ -109,8 +109,7 @@ def test_opcheck(device):
 
 def test_refusals():
     """The ends and q_norm are checked as in the 16-bit operator (test_layer.py), the packed weights as in fp8_forward
-    (test_fp8.py).
-    """
+    (test_fp8.py)."""
     served = quantize.to_fp8(network())
     k8, u8, v8, scales = served.packed.tensors
     zeros, plain = torch.zeros(2, 256).bfloat16(), torch.zeros(256, 256).bfloat16()
