@@ -118,15 +118,24 @@ def replace_ffn(
     records the networks in its configuration, and once ``flashmhf.models`` is imported ``from_pretrained`` builds and
     ``init_weights`` draws them.
 
+    The model is no longer the one that it was loaded as: ``name_or_path`` becomes "", so that whoever loads it once
+    more by that name (TRL's reference model, an adapter's base) is refused; save it and load it to give it a name.
+
     Raises TypeError if ``model`` is not a module; ValueError if there is nothing to replace, if ``model`` itself is the
-    network to replace, for networks that are sharded, offloaded, parametrised or held by an adapter, and if sizes do
-    not fit. The model is then as it was.
+    network to replace, for networks that are sharded, offloaded or parametrised, for models with adapters (whose files
+    would not have the new networks), and if sizes do not fit. The model is then as it was.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     if (num_subnets is None) != (subnet_dim is None):
         raise ValueError(f"num_subnets is {num_subnets} and subnet_dim is {subnet_dim}; give both or neither")
     empty = all(parameter.is_meta for parameter in model.parameters())
     experts = {id(network) for block in model.modules() for network in _experts(block)}
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer"):
+            raise ValueError(
+                f"{name} is held by an adapter; supported: models without, as before get_peft_model or after "
+                "merge_and_unload()"
+            )
     # the names of each network; ids, so that a replaced network's memory is free at once
     shared: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -171,6 +180,10 @@ def replace_ffn(
             model.set_submodule(name, network)
     for each in models:
         quantization.record(each)
+    for part in (part for each in models or [model] for part in each.modules()):
+        for named in (part, getattr(part, "config", None)):  # a part of a model has the model's configuration
+            if hasattr(named, "name_or_path"):
+                named.name_or_path = ""
     return names
 
 

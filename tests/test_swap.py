@@ -124,6 +124,18 @@ def test_experts_are_left_alone(kind):
     assert flashmhf.replace_ffn(model) == ["dense"]
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_changed_model_has_not_the_name_under_which_the_unchanged_one_lies(whole, tmp_path):
+    """TRL's reference model and an adapter's base are loaded by it."""
+    foreign().save_pretrained(tmp_path / "original")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "original")
+    flashmhf.replace_ffn(model if whole else model.model.layers)
+    assert model.config.name_or_path == "" and (model.name_or_path == "" or not whole)
+    model.save_pretrained(tmp_path / "changed")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "changed")
+    assert again.name_or_path == str(tmp_path / "changed")
+
+
 def offloaded() -> nn.Module:
     accelerate = pytest.importorskip("accelerate")
     return accelerate.cpu_offload(foreign(), "cpu")
@@ -134,6 +146,12 @@ def adapted() -> nn.Module:
     model = foreign()
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["layers.1.mlp.up_proj"]))
     return model
+
+
+def adapted_elsewhere() -> nn.Module:
+    """The adapter's file would not have the FlashMHF networks, and names the model that had SwiGLU."""
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(foreign(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
 
 
 def parametrised() -> nn.Module:
@@ -177,6 +195,7 @@ def partly_empty() -> nn.Module:
         (lambda: swiglus(64, 50), {"num_heads": 4}, ValueError, "d_model is 50; it must be a multiple of num_heads"),
         (offloaded, {}, ValueError, "model.layers.0.mlp.gate_proj is offloaded; supported: .* without offloading"),
         (partly_empty, {}, ValueError, "model.layers.1.mlp.gate_proj has no values.*not offloaded"),
+        (adapted_elsewhere, {}, ValueError, "self_attn.q_proj is held by an adapter; .*before get_peft_model"),
         (adapted, {}, ValueError, "model.layers.1.mlp.up_proj is held by an adapter; .*merge_and_unload"),
         (quantised, {}, ValueError, "LlamaForCausalLM is quantised by 'torchao'; supported: no other method"),
         (partly_other, {}, ValueError, "model.layers.1.mlp is a MHFFN, which is not recorded; supported: FlashMHF"),

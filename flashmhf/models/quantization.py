@@ -34,6 +34,7 @@ from .configuration import FlashMHFConfig
 from .modeling import check_complete, feed_forward
 
 _SETTINGS = ("d_model", "num_heads", "num_subnets", "subnet_dim", "router_eps", "backend", "deterministic")
+_TRANSPARENT = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # state dicts leave these names out
 _DEFAULTS = {"skip_linear": False, "activation": "silu"}
 _STORED_DTYPES = {"k8": "F8_E4M3", "u8": "F8_E4M3", "v8": "F8_E4M3", "scales": "F32", "layout": "U8"}
 # transformers reads the weights from the file of this name, and refuses a name without a file's ending, in these words
@@ -68,6 +69,10 @@ class FlashMHFRecord(QuantizationConfigMixin):
         if quant_method != METHOD:
             raise ValueError(f"quant_method is {quant_method!r}; supported: {METHOD!r}")
         self.quant_method, self.networks, self.fp8, self.layout = quant_method, networks or {}, fp8, layout
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an entry, as a dict would: transformers asks so where it is given a loaded model's configuration."""
+        return getattr(self, name, default)
 
 
 class FlashMHFFp8Config(FlashMHFRecord):
@@ -193,6 +198,17 @@ def _settings(network: FlashMHF | Fp8FlashMHF) -> dict[str, Any]:
     return settings if network.q_norm is None else settings | {"q_norm": True, "q_norm_eps": network.q_norm.eps}
 
 
+def _check_parts(name: str, network: FlashMHF | Fp8FlashMHF) -> None:
+    """Raise ValueError for parts and weights that the constructor does not make, such as pruning's."""
+    projections = [each for each in (network.in_proj, network.out_proj) if each is not None]
+    known = {*network.SHARDED, "layout", "_flat_param"} - {"in_proj.bias"}  # _flat_param: of FSDP
+    if all(getattr(each, "bias", None) is not None for each in projections):
+        known |= {"in_proj.bias", "out_proj.bias"}
+    found = {key for key, _ in (*network.named_parameters(), *network.named_buffers())}
+    if strange := sorted(found - known):
+        raise ValueError(f"{name} has {', '.join(strange)}, which is not recorded; supported: what its class makes")
+
+
 def described(model: PreTrainedModel, changes: bool = False) -> FlashMHFRecord | None:
     """Return the record of the FlashMHF networks that the model's class does not build and of those in FP8, if any.
 
@@ -211,6 +227,11 @@ def described(model: PreTrainedModel, changes: bool = False) -> FlashMHFRecord |
         check_held(name, network, empty=True, offloaded=True)
         if method := own_method(network):
             raise ValueError(f"{name} is a {type(network).__name__} with a {method} of its own, which is not recorded")
+        if "_orig_mod" in name.split("."):
+            raise ValueError(f"{name} is compiled, and no model has this name; supported: compiled by .compile()")
+        name = ".".join(part for part in name.split(".") if part not in _TRANSPARENT)
+        if _method(config) in (None, METHOD):
+            _check_parts(name, network)
         settings = _settings(network)
         if _compared(settings) != usual:
             networks[name] = settings

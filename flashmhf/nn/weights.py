@@ -8,19 +8,22 @@ from torch import nn
 def check_held(name: str, module: nn.Module, empty: bool = False, offloaded: bool = False) -> None:
     """Raise ValueError, with the way out, unless ``module`` itself holds the values of its weights.
 
-    Refused are modules that are parametrised or wrapped by an adapter (PEFT), those that accelerate offloads unless
-    ``offloaded`` and those on the meta device unless ``empty``. ``name`` is the module's in its model or "".
+    Refused are modules that are, or have a part that is, parametrised or held by an adapter (PEFT), those that
+    accelerate offloads unless ``offloaded`` and those on the meta device unless ``empty``. ``name`` is the module's in
+    its model or "".
     """
     shown = name or type(module).__name__
-    if name.rpartition(".")[2] == "base_layer" or hasattr(module, "base_layer"):
-        raise ValueError(f"{shown} is held by an adapter; supported: modules without, as after merge_and_unload()")
-    if hasattr(module, "parametrizations"):
-        raise ValueError(
-            f"{shown} has parametrised weights; supported: plain parameters, as after "
-            "torch.nn.utils.parametrize.remove_parametrizations"
-        )
-    for part in () if offloaded else module.modules():
-        if getattr(getattr(part, "_hf_hook", None), "offload", False):
+    parts = [(f"{name}.{part}".strip(".") or shown, each) for part, each in module.named_modules()]
+    for part, each in parts:
+        if part.rpartition(".")[2] == "base_layer" or hasattr(each, "base_layer"):
+            raise ValueError(f"{part} is held by an adapter; supported: modules without, as after merge_and_unload()")
+        if hasattr(each, "parametrizations"):
+            raise ValueError(
+                f"{part} has parametrised weights; supported: plain parameters, as after "
+                "torch.nn.utils.parametrize.remove_parametrizations"
+            )
+    for _, each in () if offloaded else parts:
+        if getattr(getattr(each, "_hf_hook", None), "offload", False):
             raise ValueError(
                 f"{shown} is offloaded; supported: models loaded without offloading (device_map, cpu_offload)"
             )

@@ -19,7 +19,8 @@ pytest.importorskip("accelerate")
 
 from huggingface_hub import PyTorchModelHubMixin  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from torch.nn.utils import parametrize  # noqa: E402
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
+from torch.nn.utils import parametrizations, parametrize, prune  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 import flashmhf  # noqa: E402
@@ -288,6 +289,31 @@ def of_another_kind(model):
     model.model.layers[1].mlp = flashmhf.MHFFN(model.config.hidden_size, 2, 16)
 
 
+def with_a_parametrised_part(model):
+    parametrizations.weight_norm(model.model.layers[1].mlp.in_proj)
+
+
+def adapted_within(model):
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["layers.1.mlp.in_proj"]))
+
+
+def pruned(model):
+    prune.l1_unstructured(model.model.layers[1].mlp, "v", 0.5)
+
+
+def with_another_projection(model):
+    model.model.layers[1].mlp.in_proj = nn.Sequential(model.model.layers[1].mlp.in_proj, nn.Tanh())
+
+
+def with_one_bias(model):
+    model.model.layers[1].mlp.out_proj = nn.Linear(*[model.config.hidden_size] * 2)
+
+
+def compiled(model):
+    model.model.layers[1].mlp = torch.compile(model.model.layers[1].mlp, backend="eager")
+
+
 def quantised_otherwise(model):
     model.config.quantization_config = {"quant_method": "torchao"}
 
@@ -297,6 +323,12 @@ def quantised_otherwise(model):
     [
         (parametrised, "model.layers.0.mlp has parametrised weights"),
         (adapted, "model.layers.1.mlp.base_layer is held by an adapter; .*merge_and_unload"),
+        (with_a_parametrised_part, "model.layers.1.mlp.in_proj has parametrised weights"),
+        (adapted_within, "model.layers.1.mlp.in_proj is held by an adapter; .*merge_and_unload"),
+        (pruned, "model.layers.1.mlp has v_mask, v_orig, which is not recorded"),
+        (with_another_projection, "model.layers.1.mlp has in_proj.0.weight, which is not recorded"),
+        (with_one_bias, "model.layers.1.mlp has out_proj.bias, which is not recorded"),
+        (compiled, "model.layers.1.mlp._orig_mod is compiled.*supported: compiled by .compile()"),
         (of_a_subclass, "model.layers.1.mlp is a Halved with a _mix of its own, which is not recorded"),
         (of_another_kind, "model.layers.1.mlp is a MHFFN, which is not recorded; supported: FlashMHF"),
         (quantised_otherwise, "LlamaForCausalLM is quantised by 'torchao'"),
@@ -308,6 +340,22 @@ def test_what_cannot_be_recorded_is_not_saved(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         model.save_pretrained(tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_the_configuration_of_a_model_in_memory_loads_its_files(tmp_path):
+    """transformers reads ``quantization_config`` of a configuration that it is given as a dict."""
+    model = replaced()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, config=model.config)
+    assert all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
+
+
+def test_activation_checkpointing_does_not_change_the_recorded_names(tmp_path):
+    model = replaced()
+    model.model.layers[0].mlp = checkpoint_wrapper(model.model.layers[0].mlp)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again.model.layers[0].mlp.k, model.model.layers[0].mlp.k)
 
 
 def test_the_trainer_and_adapters_take_a_reloaded_model(tmp_path):

@@ -242,6 +242,8 @@ def elsewhere(how: str) -> nn.Module:
         nn.utils.parametrize.register_parametrization(model[1], "k", nn.Identity())
     elif how == "offloaded":
         pytest.importorskip("accelerate").cpu_offload(model, "cpu")
+    elif how == "a part":
+        nn.utils.parametrizations.weight_norm(model[1].in_proj)
     else:
         peft = pytest.importorskip("peft")
         stack_weights(model[1])
@@ -254,6 +256,7 @@ def elsewhere(how: str) -> nn.Module:
     [
         ("meta", "1 has no values.*not offloaded"),
         ("parametrised", "1 has parametrised weights; .*remove_parametrizations"),
+        ("a part", "1.in_proj has parametrised weights; .*remove_parametrizations"),
         ("offloaded", "0 is offloaded; supported: models loaded without offloading"),
         ("adapted", "1.base_layer is held by an adapter; .*merge_and_unload"),
     ],
