@@ -192,28 +192,19 @@ def headline(records: Records) -> str:
 
 
 def implementations_table(records: Records) -> str:
-    """Every implementation at the largest length at which all are measured."""
-    layers, lines = Layers(records), []
-    length = max(layers.rows["latency", "dense_moe"])
-    theirs = layers.ms("latency", SWIGLU, length)
-    for name in layers.subjects("latency"):
-        ms, mib = layers.ms("latency", name, length), layers.beyond("latency", name, length)
-        lines.append([SUBJECTS[name].title, fixed(ms, 1), fixed(ratio(theirs, ms), 2), fixed(mib, 0)])
-    header = ["implementation", "ms", "speed ÷ compiled SwiGLU's", "MiB per layer"]
-    what = f"Forward of all layers, {BATCH * length:,} tokens"
-    return f"{table(header, lines)}\n\n{machine(what, layers.record)}"
-
-
-def layer_training_table(records: Records) -> str:
+    """Every implementation in the forward pass and in training, at the length of training."""
     layers, lines = Layers(records), []
     length = layers.sizes("training")[0]
-    theirs = layers.ms("training", SWIGLU, length)
-    for name in layers.subjects("training"):
-        ms, mib = layers.ms("training", name, length), layers.beyond("training", name, length)
-        lines.append([SUBJECTS[name].title, f"{ms:.1f}", f"{theirs / ms:.2f}", f"{mib:,.0f}"])
-    header = ["implementation", "ms", "speed ÷ compiled SwiGLU's", "MiB per layer"]
-    what = f"Forward and backward of all layers, {BATCH * length:,} tokens"
-    return f"{table(header, lines)}\n\n{machine(what, layers.record)}"
+    for name in dict.fromkeys([*layers.subjects("latency"), *layers.subjects("training")]):
+        cells = []
+        for group in ("latency", "training"):
+            ms, theirs = (layers.ms(group, each, length) for each in (name, SWIGLU))
+            mib = layers.beyond(group, name, length)
+            cells += [fixed(ms, 1), fixed(ratio(theirs, ms), 2), fixed(mib, 0)]
+        lines.append([SUBJECTS[name].title, *cells])
+    parts = (f"{part}{what}" for part in ("", "training ") for what in ("ms", "speed ÷ compiled SwiGLU's", "MiB"))
+    what = f"Forward, then forward and backward of all layers, {BATCH * length:,} tokens; MiB of one layer"
+    return f"{table(['implementation', *parts], lines)}\n\n{machine(what, layers.record)}"
 
 
 def decode_table(records: Records) -> str:
@@ -568,7 +559,6 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
         "decide": decision_table,
         "prefill": headline,
         "decode": decode_table,
-        "training": layer_training_table,
         "implementations": implementations_table,
         "models": prefill_table,
     },
