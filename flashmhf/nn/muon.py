@@ -170,6 +170,11 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"state_dict has groups with muon = {found}; this optimizer's have {expected}")
         for group in groups:
             _check("state_dict: a group", group)
+            expected = {"momentum"} if group["muon"] else {"step", "exp_avg", "exp_avg_sq"}
+            for index in group["params"]:
+                state = state_dict["state"].get(index) or {}  # empty without a gradient so far
+                if state and (lacking := sorted(expected - state.keys())):
+                    raise ValueError(f"state_dict lacks {', '.join(lacking)} of parameter {index}: another optimizer's")
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from .. import checks
 from ..checks import epsilon
 from .flashmhf import FlashMHF
 from .multihead import MultiHead
+from .network import Network
 
 # The share of the learning rate at which long trainings end lowest: with AdamW 0.3 ends 0.009 nats and more below the
 # full rate (26M, three runs), with Muon the full rate ends 0.008 below 0.3 (26M, one pair).
@@ -70,7 +71,7 @@ def param_groups(
 
     Raises TypeError if ``model`` is not a module or a rate is not a number, ValueError for a negative rate, a
     projection_rate of 0, and where ``outputs`` must be given: a linear layer without ``get_output_embeddings()`` has as
-    many output features as a smaller embedding has rows.
+    many output features as a smaller embedding has rows, or as the largest one has and as it has inputs.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     lr, weight_decay = epsilon("lr", lr), epsilon("weight_decay", weight_decay)
@@ -111,7 +112,7 @@ def param_groups(
 def vocabulary_weights(model: nn.Module, outputs: Iterable[nn.Module] | None = None) -> set[int]:
     """Return the ids of the weights of embeddings and output layers: see ``outputs`` of :func:`param_groups`."""
     modules = dict(model.named_modules())
-    embeddings = [module for module in modules.values() if isinstance(module, nn.Embedding)]
+    embeddings = [module for module in modules.values() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     found = {id(module.weight) for module in embeddings}
     if outputs is None:
         says = [
@@ -120,9 +121,13 @@ def vocabulary_weights(model: nn.Module, outputs: Iterable[nn.Module] | None = N
         outputs = [module for module in says if module is not None]
         if not outputs and not hasattr(model, "get_output_embeddings"):
             sizes = {module.num_embeddings for module in embeddings}
+            own = {part for module in modules.values() if isinstance(module, Network) for part in module.modules()}
             linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+            linears = {name: module for name, module in linears.items() if module not in own}
             alike = {n: m for n, m in linears.items() if m.out_features in sizes and id(m.weight) not in found}
-            unsure = [name for name, module in alike.items() if module.out_features != max(sizes)]
+            unsure = [
+                name for name, m in alike.items() if m.out_features != max(sizes) or m.out_features == m.in_features
+            ]
             if unsure:  # learned positions are often as many as a model is wide
                 raise ValueError(
                     f"outputs is None, the model has no get_output_embeddings(), and {', '.join(unsure)} may be an "

@@ -61,12 +61,24 @@ def test_groups_of_a_model():
     assert all("muon" not in group for group in flashmhf.param_groups(model, 1.0, 0.1))
     model.second = nn.Linear(64, model.head.out_features, bias=False)  # as for the token after the next
     model.positions = nn.Embedding(64, 64)  # as many as the model is wide: its projections have as many outputs
-    with pytest.raises(ValueError, match="outputs is None, .*ffn.in_proj, ffn.out_proj may be an output layer"):
+    for outputs in (None, [model.head, model.second]):
+        groups = flashmhf.param_groups(model, 1.0, 0.1, muon=True, outputs=outputs)
+        found = {id(p) for group in groups if group["muon"] for p in group["params"]}
+        assert found == {key for key, (muon, _) in rule.items() if muon}
+
+
+def test_a_model_as_wide_as_its_vocabulary_says_what_its_output_layer_is():
+    """Models of bytes: every square projection has as many outputs as the embedding has rows."""
+    model = nn.Sequential(nn.Embedding(64, 64), flashmhf.FlashMHF(64, 2, 2, 16), nn.Linear(64, 64), nn.Linear(64, 64))
+    with pytest.raises(ValueError, match="outputs is None, .* 2, 3 may be an output layer"):
         flashmhf.param_groups(model, 1.0, 0.1, muon=True)
-    groups = flashmhf.param_groups(model, 1.0, 0.1, muon=True, outputs=[model.head, model.second])
-    assert {id(p) for group in groups if group["muon"] for p in group["params"]} == {
-        key for key, (muon, _) in rule.items() if muon
-    }
+    groups = flashmhf.param_groups(model, 1.0, 0.1, muon=True, outputs=[model[3]])
+    matrices = {id(p) for group in groups if group["muon"] for p in group["params"]}
+    assert matrices == {id(p) for p in (*model[1].parameters(), model[2].weight)}
+
+
+def test_the_table_of_an_embedding_bag_is_no_matrix():
+    assert not any(g["muon"] for g in flashmhf.param_groups(nn.EmbeddingBag(100, 64), 1.0, 0.1, muon=True))
 
 
 class OneLayer(nn.Module):
@@ -224,3 +236,8 @@ def test_refusals():
         ValueError, match=r"state_dict has groups with muon = \[None\]; this optimizer's have \[True, False\]"
     ):
         optimizer.load_state_dict(torch.optim.AdamW(layer.parameters()).state_dict())
+    other = torch.optim.AdamW(flashmhf.param_groups(layer, 1e-3, 0.1, muon=True))
+    layer(torch.ones(1, 4)).sum().backward()
+    other.step()
+    with pytest.raises(ValueError, match="state_dict lacks momentum of parameter 0: another optimizer's"):
+        optimizer.load_state_dict(other.state_dict())
