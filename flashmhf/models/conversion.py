@@ -165,18 +165,21 @@ def _read_state(directory: Path) -> dict[str, Tensor]:
     """
 
     def unpickle(file: Path) -> dict[str, Tensor]:
-        return torch.load(file, "cpu", weights_only=True)
+        # such a file may hold one tensor under two names, which would be trained as one
+        return {name: tensor.clone() for name, tensor in torch.load(file, "cpu", weights_only=True).items()}
 
     ways = ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, load_file), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, unpickle))
     for whole, index, read in ways:
         if (directory / whole).is_file():
             return read(directory / whole)
         if (directory / index).is_file():
-            shards = set(json.loads((directory / index).read_text(encoding="utf-8"))["weight_map"].values())
+            place = json.loads((directory / index).read_text(encoding="utf-8"))["weight_map"]
+            shards = set(place.values())
             lacking = sorted(shard for shard in shards if not (directory / shard).is_file())
             if lacking:
                 raise FileNotFoundError(f"{directory} lacks {lacking}, which {index} names")
-            return {name: tensor for shard in sorted(shards) for name, tensor in read(directory / shard).items()}
+            found = ((shard, *stored) for shard in sorted(shards) for stored in read(directory / shard).items())
+            return {name: tensor for shard, name, tensor in found if place.get(name, shard) == shard}
     names = ", ".join(name for whole, index, _ in ways for name in (whole, index))
     raise FileNotFoundError(f"{directory} has no weights; expected one of {names}")
 
@@ -190,8 +193,8 @@ def load_official(
 
     Args:
         directory: the directory that holds config.json and the weights: model.safetensors, the files that
-            model.safetensors.index.json names, or pytorch_model.bin in the same two ways. generation_config.json is
-            carried over; other files are not read.
+            model.safetensors.index.json names, or pytorch_model.bin in the same two ways. Settings of the generation
+            are carried over, from generation_config.json or else from config.json; other files are not read.
         dtype: the model's dtype; None for the stored one.
         model_class: FlashMHFForSequenceClassification, FlashMHFForTokenClassification or FlashMHFForQuestionAnswering
             for the official models with those heads.
@@ -215,6 +218,8 @@ def load_official(
     if unexpected:
         raise ValueError(f"{directory} does not fit its config.json: unexpected {unexpected}")
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its buffers are in no checkpoint
-    if model.can_generate() and (directory / GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
+    if model.can_generate():  # in transformers 4 settings of the generation were some of the configuration
+        own = (directory / GENERATION_CONFIG_NAME).is_file()
+        settings = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
+        model.generation_config = GenerationConfig.from_pretrained(directory, **settings)
     return model.to(dtype or model.model.embed_tokens.weight.dtype).eval()

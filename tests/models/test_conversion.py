@@ -332,6 +332,31 @@ def test_generation_settings_are_carried_over(tmp_path):
     assert found.eos_token_id == [2, 5] and found.repetition_penalty == 1.3
 
 
+def test_generation_settings_of_the_configuration_are_carried_over(tmp_path):
+    """transformers 4 took them from there, too."""
+    write(tmp_path, OFFICIAL | {"repetition_penalty": 1.3, "eos_token_id": 7}, STATE)
+    found = lm.load(tmp_path).generation_config
+    assert found.repetition_penalty == 1.3 and found.eos_token_id == 7
+
+
+def test_a_tensor_is_taken_from_the_shard_where_the_index_puts_it(tmp_path):
+    shards(tmp_path, STATE, 2, "safetensors")
+    name, second = min(STATE), sorted(STATE)[1::2]  # and an older copy in the second shard
+    file = tmp_path / "model-00002-of-00002.safetensors"
+    save_file({each: STATE[each].clone() for each in second} | {name: STATE[name] + 1}, file)
+    (tmp_path / "config.json").write_text(json.dumps(OFFICIAL))
+    found = conversion.load_official(tmp_path)
+    assert torch.equal(found.get_parameter(name), STATE[name])
+
+
+def test_weights_that_share_memory_in_a_file_are_two(tmp_path):
+    state = STATE | {"lm_head.weight": STATE["model.embed_tokens.weight"]}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text(json.dumps(OFFICIAL))
+    model = conversion.load_official(tmp_path)
+    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
+
+
 @pytest.mark.parametrize(
     "name", ["model.layers.0.self_attn.q_proj.lora_A", "model.layers.0.mlp.extra", "model.layers.7.mlp.gate_weight"]
 )
