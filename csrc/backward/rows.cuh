@@ -4,6 +4,7 @@
 
 #include "backward/policy.h"
 #include "common/fragments.cuh"
+#include "common/ptx.cuh"
 #include "kittens.cuh"
 
 namespace flashmhf {
@@ -23,8 +24,8 @@ template <int cols> struct StagedTile {
         return row % 16 < 8 ? float2{v.x, v.y} : float2{v.z, v.w};
     }
 
-    // Rows first..end, by `threads` threads, to out (of row 0), row_stride elements apart, as T. A rolled loop on
-    // purpose: an unrolled epilogue costs more in instruction fetches than the stores themselves.
+    // Rows first..end, by `threads` threads, to out (of row 0), row_stride elements apart, as T. A rolled loop on purpose: an unrolled
+    // epilogue costs more in instruction fetches than the stores themselves.
     template <typename T>
     __device__ __forceinline__ void write(void *out, int64_t row_stride, int first, int end, int thread, int threads) const {
 #pragma unroll 1
@@ -34,12 +35,13 @@ template <int cols> struct StagedTile {
 #pragma unroll
             for (int t = 0; t < 4; ++t) v[t] = pair(row, j, t);
             using T2 = typename kittens::base_types::packing<T>::packed_type;
-            struct alignas(16) {
-                T2 pair[4];
-            } packed;
+            uint32_t packed[4];
 #pragma unroll
-            for (int t = 0; t < 4; ++t) packed.pair[t] = kittens::base_types::convertor<T2, float2>::convert(v[t]);
-            *reinterpret_cast<uint4 *>(static_cast<T *>(out) + row * row_stride + 8 * j) = reinterpret_cast<const uint4 &>(packed);
+            for (int t = 0; t < 4; ++t) {
+                const T2 both = kittens::base_types::convertor<T2, float2>::convert(v[t]);
+                packed[t] = reinterpret_cast<const uint32_t &>(both);
+            }
+            store_16_bytes(static_cast<T *>(out) + row * row_stride + 8 * j, packed);
         }
     }
 };

@@ -66,6 +66,11 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
     return y;
 }
 
+// 16 bytes to global memory at once. Left to the compiler, such a store may become four.
+__device__ __forceinline__ void store_16_bytes(void *to, const uint32_t (&x)[4]) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+
 // From global to shared memory without a register in between; visible to this thread after wait_copied_words(). 16 bytes; or one word or 0.
 __device__ __forceinline__ void copy_16_bytes_async(void *dst, const void *src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(dst)), "l"(src) : "memory");

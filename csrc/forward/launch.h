@@ -14,7 +14,7 @@ struct ForwardLaunch {
     WeightFormat format;
     bool bf16;
     ForwardPlan plan;
-    CUtensorMap q, k, u, v, out, r;  // r: only with params.gate_tiles
+    CUtensorMap q, k, u, v, out, r;  // r: only with params.gate.tiles
     ForwardFp8Params params;         // those of e4m3 are unused in the other format
     int shared_memory;               // bytes a CTA
 };
