@@ -36,9 +36,9 @@ HAND_OVERS = {
         ("copy_word_async", "read", "forward: a gate tile that TMA does not bring, behind q_full"),
         ("load", "load_async", "forward: W, fetched anew behind w_empty"),
         ("signal_parts", "gather_parts", "forward: number and addresses of the parts to add, behind gathered"),
-        ("load_rows_fp8", "read", "forward, e4m3: scales and record of an item, behind q_full"),
-        ("load_rows_fp8", "prepare", "forward, e4m3: scales and record of an item, behind q_full"),
-        ("load_rows_fp8", "load_q", "forward, e4m3: scales and record of an item, behind q_full"),
+        ("load_scales", "read", "forward, e4m3: scales of an item, behind q_full"),
+        ("load_scales", "prepare", "forward, e4m3: scales of an item, behind q_full"),
+        ("load_scales", "load_q", "forward, e4m3: scales of an item, behind q_full"),
         (
             "keep_own_sums",
             "add_sums",
