@@ -255,15 +255,14 @@ def pairs_block(found: list[Row]) -> str:
 def short_block(found: list[Row]) -> str:
     """A line per size of the short trainings: both networks' best rows, and what lies between them."""
     lines = [
-        "| size, tokens | tokens per parameter | layers | peak rates | loss | SwiGLU's | difference, nats | seeds |",
-        "|---|---|---|---|---|---|---|---|",
+        "| size, tokens | tokens per parameter | layers | loss | SwiGLU's | difference, nats | seeds |",
+        "|---|---|---|---|---|---|---|",
     ]
     for ours, theirs in pairs(found):
         if not is_long(ours):
-            rates = " and ".join(f"{row.configuration['learning_rate']:g}" for row in (ours, theirs))
             losses = [f"{row.mean:.3f}" for row in (ours, theirs)]
             layers = f"{_layers(ours)} for {_layers(theirs)}"
-            cells = [ours.title, f"{ours.per_parameter:.1f}", layers, rates, *losses]
+            cells = [ours.title, f"{ours.per_parameter:.1f}", layers, *losses]
             seeds = str(len(differences(ours, theirs)))
             lines.append(f"| {' | '.join([*cells, ' '.join(against(ours, theirs)).strip(), seeds])} |")
     return "\n".join(lines)
