@@ -1,7 +1,5 @@
-"""The build of the CUDA library: how it finds its tools, and that it yields a library or fails.
-
-The tools are stubs. That of CMake does what matters here: it remembers the ninja of the first call, as CMake does.
-"""
+"""The build of the CUDA library: how it finds its tools, and that it yields a library or fails. The tools are stubs.
+That of CMake does what matters here: it remembers the ninja of the first call, as CMake does."""
 
 import os
 import shutil
@@ -50,10 +48,8 @@ def program(path: Path, script: str) -> Path:
 
 @pytest.fixture
 def build(tmp_path):
-    """A function that builds a copy of the sources as pip does, with tools in a folder that is gone afterwards.
-
-    It returns the exit status and what was printed; the package is in build/lib.
-    """
+    """A function that builds a copy of the sources as pip does, with tools in a folder that is gone afterwards. It
+    returns the exit status and what was printed; the package is in build/lib."""
     pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml asks for it")
     tree = tmp_path / "tree"
     for name in ("build_backend", "flashmhf", "flashmhf_recipes"):
@@ -134,15 +130,6 @@ def test_a_build_that_fails_is_an_error_and_keeps_the_library_that_was(build, st
     assert build.library.read_text(encoding="utf-8") == before
 
 
-@pytest.mark.parametrize(("version", "required"), [("3.22.1", ["cmake>=3.24"]), ("3.24.0", []), ("4.1.2", [])])
-def test_cmake_is_required_by_version(toolchain, monkeypatch, tmp_path, version, required):
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    program(tmp_path / "cmake", f"echo cmake version {version}"), program(tmp_path / "ninja", "echo 1.11")
-    monkeypatch.setattr(toolchain, "no_cuda_reason", lambda: None)
-    monkeypatch.setattr(toolchain, "torch_root", lambda: tmp_path)
-    assert toolchain.build_requirements() == required
-
-
 @pytest.mark.parametrize(
     ("group", "file", "limit"),
     [
@@ -189,18 +176,6 @@ def test_a_named_compiler_that_is_no_nvcc_is_an_error(toolchain, monkeypatch, na
         toolchain.build_requirements()
 
 
-def test_without_nvcc_nothing_is_required(toolchain, monkeypatch):
-    monkeypatch.setattr(toolchain, "nvcc", lambda: None)
-    assert "nvcc was not found" in toolchain.no_cuda_reason()
-    assert toolchain.build_requirements() == []
-
-
-@pytest.mark.parametrize(("value", "skipped"), [("1", True), ("0", False), ("", False), ("off", False)])
-def test_skip_flag(toolchain, monkeypatch, value, skipped):
-    monkeypatch.setenv("FLASHMHF_SKIP_CUDA_BUILD", value)
-    assert (toolchain.no_cuda_reason() == "FLASHMHF_SKIP_CUDA_BUILD was set") is skipped
-
-
 def torch_folder(root: Path, version: str, stable: bool = True) -> Path:
     folder = root / "torch"
     header = folder / "include/torch/csrc/stable/library.h"
@@ -223,27 +198,3 @@ def test_torch_of_the_target_environment(toolchain, monkeypatch, tmp_path, versi
     monkeypatch.setattr(toolchain, "no_cuda_reason", lambda: None)
     assert toolchain.torch_root() == (folder if used else None)
     assert ("torch>=2.10" in toolchain.build_requirements()) is not used
-
-
-def test_a_named_torch_comes_first(toolchain, monkeypatch, tmp_path):
-    """tools/build_wheel.py names the torch of its own environment, which an isolated build cannot see and would
-    download again.
-    """
-    folder = torch_folder(tmp_path, "2.13.0+cpu")
-    monkeypatch.setattr(toolchain, "no_cuda_reason", lambda: None)
-    monkeypatch.setenv("TORCH_ROOT", str(folder))
-    assert toolchain.torch_root() == folder
-    assert "torch>=2.10" not in toolchain.build_requirements()
-    monkeypatch.setenv("TORCH_ROOT", str(tmp_path))
-    with pytest.raises(RuntimeError, match=f"TORCH_ROOT={tmp_path} holds no torch>=2.10"):
-        toolchain.torch_root()
-
-
-def test_jobs(toolchain, monkeypatch):
-    assert 1 <= toolchain.jobs(1) <= len(os.sched_getaffinity(0))
-    assert toolchain.jobs(10**6) == 1
-    monkeypatch.setenv("MAX_JOBS", "7")
-    assert toolchain.jobs(1) == 7
-    monkeypatch.setenv("MAX_JOBS", "all")
-    with pytest.raises(ValueError, match="MAX_JOBS is 'all'; supported: a whole number"):
-        toolchain.jobs(1)

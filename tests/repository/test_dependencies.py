@@ -6,17 +6,9 @@ import sys
 from processes import run_python
 
 OPTIONAL = (
-    "numpy",
-    "tqdm",
-    "matplotlib",
-    "triton",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "tokenizers",
-    "safetensors",
+    "numpy", "tqdm", "matplotlib", "triton", "transformers", "accelerate", "datasets", "tokenizers", "safetensors",
     "lm_eval",
-)
+)  # fmt: skip
 SECONDS = 0.5  # CPU time of `import flashmhf` after torch; 0.03 s where it was measured
 ABSENT = f"""
 import sys
@@ -55,10 +47,8 @@ COMMANDS = {  # the command, and the extra that it needs
 
 
 def test_a_missing_extra_is_one_line(tmp_path):
-    """One process runs all commands.
-
-    ``check`` needs none: the core computes, with gradients, without any optional package.
-    """
+    """One process runs all commands. ``check`` needs none: the core computes, with gradients, without any optional
+    package."""
     printed = python(
         f"""{ABSENT}
 import contextlib, io, json

@@ -1,7 +1,5 @@
-"""The core as a kernel for Hugging Face's ``kernels``:
-
-relative imports, torch and the standard library only, loadable under any name.
-"""
+"""The core as a kernel for Hugging Face's ``kernels``: relative imports, torch and the standard library only, loadable
+under any name."""
 
 import json
 
@@ -51,15 +49,3 @@ def test_the_kernel_works_under_another_name(hub):
     name = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["id"]
     code = LOAD.format(name=name, path=str(folder / "__init__.py"))
     assert run_python("-I", "-Wignore:Failed to initialize NumPy", "-c", code, cwd=hub).split() == ["eager", "[]"]
-
-
-def test_the_tools_accept_it(hub):
-    """With the package ``kernels``: its parser of build.toml, of the metadata, and its loader."""
-    pytest.importorskip("kernels")
-    from kernels._rust import Backend, Build, Metadata
-
-    assert Backend.CUDA in Build.open(hub).general.backends
-    for folder in (hub / "build").iterdir():
-        assert Metadata.read_from_file(folder / "metadata.json").name.python_name == "flashmhf"
-    load = f"kernels.get_local_kernel(pathlib.Path({str(hub)!r}), backend='cpu')"
-    run_python("-c", f"import kernels, pathlib\nprint({load}.info().chosen)")

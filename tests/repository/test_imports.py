@@ -1,7 +1,5 @@
-"""Who imports whom, also from inside functions:
-
-nothing imports from a floor above its own, and no files import each other in a circle.
-"""
+"""Who imports whom, also from inside functions: nothing imports from a floor above its own, and no files import each
+other in a circle."""
 
 import ast
 import graphlib
@@ -64,10 +62,8 @@ def test_nothing_imports_from_a_floor_above():
 
 
 def test_no_files_import_each_other_in_a_circle():
-    """A package's __init__ imports what it offers;
-
-    a submodule that takes a name from its own package would close a circle.
-    """
+    """A package's __init__ imports what it offers; a submodule that takes a name from its own package would close a
+    circle."""
     try:
         tuple(graphlib.TopologicalSorter(ARROWS).static_order())
     except graphlib.CycleError as error:

@@ -1,17 +1,14 @@
 """What a release consists of: the wheel for every Python, the library's needs, the files that a public project has."""
 
-import json
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
-import torch
-from processes import ROOT, run_python, script
+from processes import ROOT, run_python
 from test_packaging import readelf
 
 import flashmhf
@@ -36,16 +33,10 @@ def test_the_release_wheel_serves_every_python(tmp_path):
     library = tmp_path / "compiled_before.so"
     library.write_bytes(b"a library")
     command = (
-        "setup.py",
-        "-q",
-        "egg_info",
-        "--egg-base",
-        tmp_path,
-        "build",
-        "--build-base",
+        "setup.py", "-q", "egg_info", "--egg-base", tmp_path, "build", "--build-base",
         tmp_path / "build",
         "bdist_wheel",
-    )
+    )  # fmt: skip
     run_python(*command, "--dist-dir", tmp_path / "dist", cwd=ROOT, FLASHMHF_WHEEL="1", FLASHMHF_LIBRARY=str(library))
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     assert re.fullmatch(r"flashmhf-.*-py3-none-\w+\.whl", wheel.name) and not wheel.name.endswith("none-any.whl")
@@ -92,8 +83,7 @@ static const bool loaded = load();
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="manylinux is Linux")
 def test_a_library_linked_for_manylinux_runs_on_older_systems(tmp_path):
     """The same source links against new interfaces without cmake/manylinux.cmake, and against those of manylinux_2_28
-    with it.
-    """
+    with it."""
     if missing := [tool for tool in ("cmake", "g++") if shutil.which(tool) is None]:
         pytest.skip(f"no {' and no '.join(missing)}")
     (tmp_path / "code.cpp").write_text(SOURCE, encoding="utf-8")
@@ -120,70 +110,6 @@ link_for_manylinux(old)
     if not too_new(new):
         pytest.skip("this system is old itself: it cannot show what cmake/manylinux.cmake changes")
     assert run_python("-c", f"import ctypes; ctypes.CDLL({str(old)!r})") == "number 2 "
-
-
-def test_the_pages_name_the_versions_of_the_record(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setitem(sys.modules, "nox", MagicMock())  # its decorators; the table needs none of it
-    noxfile = script("noxfile.py")
-    rows = json.loads(noxfile.RECORD.read_text(encoding="utf-8"))["rows"]
-    assert noxfile.page(rows) == noxfile.PAGE.read_text(encoding="utf-8")
-    assert not any(row["failed"] for row in rows)
-    ends = []
-    for name in ("torch", "python"):
-        versions = sorted(tuple(map(int, row[name].split(".")[:2])) for row in rows)
-        ends.append(" to ".join(f"{major}.{minor}" for major, minor in (versions[0], versions[-1])))
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"The CPU tests have passed with torch {ends[0]} on Python {ends[1]} " in readme
-
-
-def test_a_library_that_is_not_there_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        script("tools/build_wheel.py").main(["--library", "no_such_file.so"])
-    assert "no_such_file.so: there is no such file" in capsys.readouterr().err
-
-
-def test_an_isolated_build_gets_the_torch_of_this_environment(monkeypatch, tmp_path):
-    build_wheel, calls = script("tools/build_wheel.py"), []
-    (tmp_path / "flashmhf-0.2.0-py3-none-linux_x86_64.whl").touch()
-    monkeypatch.setattr(build_wheel, "run", lambda *command, **variables: calls.append(variables))
-    monkeypatch.delenv("TORCH_ROOT", raising=False)
-    build_wheel.build(tmp_path, None, build_wheel.platform.machine())
-    assert calls == [{"FLASHMHF_WHEEL": "1", "TORCH_ROOT": str(Path(torch.__file__).parent)}]
-
-
-@pytest.mark.parametrize(
-    ("machine", "asked", "name", "accepted"),
-    [
-        ("x86_64", "manylinux_2_28_x86_64", "manylinux_2_28_x86_64", True),
-        ("aarch64", "auto", "manylinux_2_26_aarch64", True),
-        ("aarch64", "auto", "manylinux_2_34_aarch64", False),
-        ("aarch64", "auto", "linux_aarch64", False),
-    ],
-)
-def test_a_wheel_for_another_machine_must_serve_the_same_systems(machine, asked, name, accepted, tmp_path, monkeypatch):
-    build_wheel = script("tools/build_wheel.py")
-    monkeypatch.setattr(build_wheel.platform, "machine", lambda: "x86_64")
-
-    def auditwheel(*command):
-        assert command[command.index("--plat") + 1] == asked
-        (Path(command[command.index("--wheel-dir") + 1]) / f"flashmhf-0.2.0-py3-none-{name}.whl").touch()
-
-    monkeypatch.setattr(build_wheel, "run", auditwheel)
-    if accepted:
-        assert (
-            build_wheel.repair(tmp_path / "any.whl", tmp_path, machine)
-            == tmp_path / f"flashmhf-0.2.0-py3-none-{name}.whl"
-        )
-    else:
-        with pytest.raises(RuntimeError, match="needs a newer system than manylinux_2_28"):
-            build_wheel.repair(tmp_path / "any.whl", tmp_path, machine)
-
-
-def test_yaml_files_can_be_read():
-    yaml = pytest.importorskip("yaml")
-    files = [ROOT / "CITATION.cff", *(ROOT / ".github").rglob("*.yml")]
-    assert len(files) > 5 and all(yaml.safe_load(path.read_text(encoding="utf-8")) for path in files)
 
 
 def test_version_is_the_same_everywhere():
