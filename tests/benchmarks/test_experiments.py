@@ -3,7 +3,6 @@
 import dataclasses
 import fcntl
 import gzip
-import itertools
 import json
 import math
 import sys
@@ -113,14 +112,6 @@ def test_a_queue_is_trained_taken_up_again_and_reported(tokens, tmp_path, capsys
     assert sorted(len(row.losses) for row in report.rows([collected])) == [1, 1, 2]
 
 
-def test_runs_of_all_commits_are_one_row():
-    """Settings that a commit did not have, and rates under their earlier name."""
-    line = {"run": "a", "configuration": {"name": "a", "seed": 1, "ffn": "flashmhf", "projection_rate": 0.3}}
-    earlier = {"name": "b", "seed": 2, "ffn": "flashmhf", "rates": {"projection": 0.3}, "stacks": "subnets"}
-    assert report.settings(line) == report.settings({"configuration": earlier})
-    assert report.settings(line) != report.settings({"configuration": earlier | {"gates": "sigmoid"}})
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_goes_on_where_its_minutes_were_over_with_the_same_losses(tokens, tmp_path, monkeypatch, optimizer):
     run = compare.Run(name="a", **FLASH, optimizer=optimizer, **SMALL | {"steps": 12})
@@ -141,73 +132,6 @@ def test_a_run_goes_on_where_its_minutes_were_over_with_the_same_losses(tokens, 
         assert parts[name] == whole[name], name
 
 
-def test_the_long_table_keeps_optimizers_apart_and_prefers_seeds():
-    """One run of a setting may be lucky, so the setting with the most seeds stands first;
-
-    AdamW's losses are no setting of Muon's.
-    """
-
-    def row(name: str, optimizer: str, rate: float, losses: dict[int, float]) -> report.Row:
-        sizes = SMALL | {"learning_rate": rate, "weight_decay": 0.1}
-        run = compare.Run(name=name, ffn="swiglu", width=192, optimizer=optimizer, **sizes)
-        record = {
-            "evaluations": [],
-            "tokens_per_second": 2_000_000,
-            "device": "NVIDIA H100 80GB HBM3",
-            "peak_memory": 2**30,
-        }
-        return report.Row(name, report.settings({"configuration": dataclasses.asdict(run)}), 1000, losses, [record])
-
-    found = [
-        row("one", "muon", 1e-3, {0: 1.0}),
-        row("two", "muon", 2e-3, {0: 1.1, 1: 1.3}),
-        row("three", "adamw", 3e-3, {0: 2.0}),
-    ]
-    lines = report.long_block(found).splitlines()[2:]
-    assert ["AdamW" in line for line in lines] == [False, True] and "| 0.003 → 0 | 2.000 | – | 1 |" in lines[1]
-    assert "| 0.002 → 0 | 1.200 | 0.001 → 0: 1.000 | 2 | 2.00 (H100) | 1.0 |" in lines[0]
-
-
-def test_the_lines_of_the_chart_compare_equal_seeds():
-    """Another seed has other batches, and its noise would be drawn as a difference of the networks."""
-
-    def row(losses: dict[int, float]) -> report.Row:
-        validation = {"validation_loss": 1.5, "validation": {"prose": 1.0, "code": 2.0}}
-        records = [
-            {
-                "configuration": {"seed": seed},
-                "evaluations": [{"tokens": 64, "prose": loss, "code": loss}],
-                **validation,
-            }
-            for seed, loss in losses.items()
-        ]
-        return report.Row("a", {}, 1000, losses, records)
-
-    ours, theirs = row({1: 2.0, 0: 1.25}), row({0: 1.0, 1: 1.5, 2: 7.0})
-    assert report.differences_on_the_way(ours, theirs) == {64: 0.375}
-
-
-def test_every_window_is_seen_once_a_pass(tmp_path):
-    """A pass takes the pieces in their order, and another start takes the same batches from there on."""
-    (tmp_path / "tokens.json").write_text("{}")
-    for index, (low, high) in enumerate(((0, 1000), (1000, 2500))):
-        np.arange(low, high, dtype=np.uint16).tofile(tmp_path / f"train-{index:02}.bin")
-    loaded = compare.Tokens(tmp_path, "cpu")
-    run = compare.Run(name="a", ffn="swiglu", width=192, **SMALL | {"batch": 2, "context": 64})
-    batches = list(itertools.islice(loaded.batches(run, 0), 30))
-    firsts = [int(window[0]) for batch in batches for window in batch]
-    assert all(
-        torch.equal(window, torch.arange(start, start + 65))
-        for window, start in zip(torch.cat(batches), firsts, strict=True)
-    )
-    passes = [sorted(firsts[:14]), sorted(firsts[14:36]), sorted(firsts[36:50])]  # 7 batches of piece 0, 11 of piece 1
-    for each, low, high in zip(passes, (0, 1000, 0), (1000, 2500, 1000), strict=True):
-        assert low <= each[0] and each[-1] < high and {b - a for a, b in itertools.pairwise(each)} <= {64, 128}
-    assert passes[0][0] % 64 != passes[2][0] % 64 and firsts[:14] != passes[0]
-    later = list(itertools.islice(loaded.batches(run, 9), 21))
-    assert all(torch.equal(one, two) for one, two in zip(later, batches[9:], strict=True))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -221,16 +145,6 @@ def test_unequal_sizes_and_unknown_settings_are_refused(tokens, tmp_path, change
     run = compare.Run(**{"name": "a", "ffn": "swiglu", "width": 192, **SMALL, **change})
     with pytest.raises(ValueError, match=message):
         train(run, tokens, tmp_path / "a.state")
-
-
-@pytest.mark.parametrize(
-    ("runs", "message"),
-    [([{"name": "a", "wide": 1}], "wide"), ([{"name": "a", "ffn": "x", "width": 1}] * 2, "not unique: a")],
-)
-def test_a_queue_with_unknown_settings_or_names_twice_is_refused(tmp_path, runs, message):
-    (tmp_path / "queue.json").write_text(json.dumps({"runs": runs}))
-    with pytest.raises((TypeError, ValueError), match=message):
-        compare.read_queue(tmp_path / "queue.json")
 
 
 @pytest.mark.parametrize("ffn", ["swiglu", "flashmhf"])

@@ -1,10 +1,7 @@
 """``python -m benchmarks.plan``: the planner's fields as it gives them, its times near the measured ones."""
 
-import sys
-
 import pytest
 
-import flashmhf
 from benchmarks import plan
 
 FLAGSHIP = ["16", "22", "384", "128"]
@@ -48,13 +45,6 @@ def test_no_time_below_the_bound(planner, length, sizes, capsys):
         assert rows["bound"].strip().startswith("memory" if length == "1" else "tensor cores")
 
 
-def test_heads_that_share_weights(planner, capsys):
-    few = printed([*FLAGSHIP, "1", "--kv-heads", "4"], capsys)
-    assert (int(few["clusters"]), int(few["cluster_size"]), int(few["bundle"])) == (4, 16, 4)
-    one = printed([*FLAGSHIP, "32256", "--kv-heads", "4", "--backward"], capsys)
-    assert one == printed([*FLAGSHIP, "16128", "--batch", "2", "--kv-heads", "4", "--backward"], capsys)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -71,11 +61,3 @@ def test_a_shape_without_kernels_is_one_line(planner, arguments, message, capsys
     assert plan.main(arguments) == 2
     captured = capsys.readouterr()
     assert message in captured.err and len(captured.err.splitlines()) == 1 and not captured.out
-
-
-def test_a_missing_planner_is_one_line(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "flashmhf._plan", None)
-    monkeypatch.delattr(flashmhf, "_plan", raising=False)
-    assert plan.main([*FLAGSHIP, "1"]) == 2
-    error = capsys.readouterr().err
-    assert "from source builds flashmhf._plan" in error and len(error.splitlines()) == 1

@@ -3,19 +3,15 @@
 import dataclasses
 import functools
 import json
-import math
 import re
 
 import pytest
 import torch
 from processes import ROOT, run_python
 
-import flashmhf
 from benchmarks import run
 from benchmarks.harness.measure import Cell, Context, Prepared
-from benchmarks.harness.training import covered
-from benchmarks.suites import fp8, inference, layer, operator, shapes, subjects
-from flashmhf.testing import relative_l2
+from benchmarks.suites import inference, layer, operator, shapes, subjects
 
 TINY = shapes.SHAPES["tiny"]
 CPU = subjects.Settings(torch.device("cpu"), torch.float32)
@@ -58,14 +54,8 @@ def test_a_subject_that_fails_leaves_the_others_their_numbers():
     rows = by_subject(Cell({"T": 1}, broken, lambda context: torch.ones(10), faster_than={"right": ("right", 1.0)}))
     assert rows["right"]["status"] == "ok" and rows["right"]["tflops"] > 0 and "x_right" not in rows["right"]
     assert (rows["later"]["status"], rows["later"]["reason"]) == ("failed", "RuntimeError: cannot open kernel.cubin")
-    assert (rows["memory"]["status"], rows["memory"]["reason"]) == ("failed", "out of memory") and "ms" not in rows[
-        "memory"
-    ]
-
-
-def test_the_budget_is_kept():
-    rows = tiny("swiglu").measure(context(deadline=-math.inf))
-    assert [(row["status"], row["reason"]) for row in rows] == [("skipped", "the time budget was used up")]
+    assert (rows["memory"]["status"], rows["memory"]["reason"]) == ("failed", "out of memory")
+    assert "ms" not in rows["memory"]
 
 
 # Whole layers
@@ -75,9 +65,9 @@ def test_the_budget_is_kept():
 def test_every_subject_that_runs_here_is_right(direction):
     for name, row in by_subject(tiny(*ON_CPU, direction=direction)).items():
         assert row["status"] == "ok", (name, row)
-        assert (
-            row["error"] < 1e-5 and row["ms"]["p20"] <= row["ms"]["p50"] <= row["ms"]["p80"] and row["weight_sets"] >= 2
-        )
+        assert row["error"] < 1e-5
+        assert row["ms"]["p20"] <= row["ms"]["p50"] <= row["ms"]["p80"]
+        assert row["weight_sets"] >= 2
 
 
 @pytest.mark.parametrize("direction", ["forward", "training"])
@@ -107,48 +97,6 @@ def test_missing_subjects_are_rows_with_reasons(monkeypatch):
     assert "device is cpu" in rows["flashmhf_hopper"]["reason"]
 
 
-def test_the_official_checkout_is_loaded_from_its_path(tmp_path):
-    settings = subjects.Settings(torch.device("cuda"), torch.bfloat16, tmp_path)
-    assert "does not load" in subjects.SUBJECTS["official"].why_missing(TINY, settings)
-    kernel = tmp_path / "kernels" / "triton" / "flash_mlp_moe.py"
-    kernel.parent.mkdir(parents=True)
-    kernel.write_text(
-        "import torch\nfrom flashmhf import reference\n"
-        "class FlashMLPMoE(torch.nn.Module):\n"
-        "    def forward(self, q, k, u, v, r):\n"
-        "        q, r = q.transpose(1, 2), r.transpose(1, 2).to(q.dtype)\n"
-        "        return reference.forward(q, k, u, v, r).transpose(1, 2)\n"
-    )
-    subject, settings = subjects.SUBJECTS["official"], subjects.Settings(torch.device("cpu"), torch.float32, tmp_path)
-    generator = torch.Generator().manual_seed(0)
-    module = subjects.randomise(subject.make(TINY, settings), generator)
-    x = torch.randn(2, 5, TINY.d_model, requires_grad=True)
-    assert layer.check(subject, TINY, module, subject.caller(), x, "training", generator) < 1e-5
-
-
-def test_random_weights_give_activations_of_order_one():
-    generator = torch.Generator().manual_seed(0)
-    for name in ON_CPU:
-        subject = subjects.SUBJECTS[name]
-        module = subjects.randomise(subject.make(TINY, CPU), generator)
-        with torch.no_grad():
-            size = subject.caller()(module, torch.randn(500, TINY.d_model, generator=generator)).std()
-        assert 0.05 < size < 5, (name, size)
-
-
-def test_the_plan_covers_the_paper_s_tables():
-    options, suite = run.parse(["--suite", "layer", *FAST])
-    rows = [(cell.row, set(cell.subjects)) for cell in suite.cells(options, context())]
-    assert [row["length"] for row, _ in rows if row["group"] == "latency"] == list(shapes.LENGTHS)
-    assert [row["batch"] for row, _ in rows if row["group"] == "decode"] == list(shapes.DECODE_TOKENS)
-    others = {"mhffn_naive", "swiglu", "swiglu_compiled", *layer.ALSO}
-    found = [names for row, names in rows if row["group"] == "latency" and row["length"] in layer.ALSO_LENGTHS]
-    assert len(found) == 2 and all(others <= names for names in found)
-    shape = shapes.SHAPES["paper"]
-    assert shape.kernel_flops(1) == 6 * 16 * 128 * 22 * 384
-    assert subjects.SUBJECTS["flashmhf_eager"].backward_flops(shape, 1) == 16 * 16 * 128 * 22 * 384 + 8 * 2048**2
-
-
 # The operator
 
 
@@ -165,50 +113,6 @@ def test_the_operator_is_checked_and_timed(direction, names):
     for row in rows.values():
         assert row["status"] == "ok" and row["error"] < 1e-5 and row["ms"]["p50"] > 0 and row["memory_mib"] > 0
         assert row["timing"] == "host clock"
-
-
-@pytest.mark.parametrize(("direction", "result"), [("forward", 0), ("backward", 0), ("backward", 3), ("backward", 4)])
-def test_a_wrong_operator_leaves_no_number(monkeypatch, direction, result):
-    def spoil(x):
-        return x + 0.01 * x.abs().mean()
-
-    make = getattr(operator, f"_{direction}_subjects")
-    right = make("eager", False, None)[direction]
-
-    def wrong(p):
-        out = right.call(p)
-        return (
-            spoil(out) if direction == "forward" else tuple(spoil(x) if i == result else x for i, x in enumerate(out))
-        )
-
-    monkeypatch.setattr(
-        operator, f"_{direction}_subjects", lambda *a: {direction: operator.Subject(wrong, right.work, right.check)}
-    )
-    row = by_subject(operator.cell(direction, "eager", SMALL, torch.float32))[direction]
-    assert row["status"] == "wrong" and "relative L2 error" in row["reason"] and "ms" not in row
-
-
-def test_swiglu_of_the_same_width_is_compared_with_fused_back_ends():
-    p = operator.testing.problem(40, 2, 16, 3, 32, torch.float32)
-    module = operator.swiglu_like(p)
-    assert sum(weight.numel() for weight in module.parameters()) == 3 * 32 * 96
-    assert len(operator._forward_subjects("triton", True, module)["SwiGLU"].call(p)) == 40
-    assert (
-        len(operator._backward_subjects("triton", True, module)["checkpointed SwiGLU, forward and backward"].call(p))
-        == 4
-    )
-    rows = by_subject(operator.cell("forward", "hopper", SMALL, torch.float32, compared=True))
-    assert "SwiGLU" in rows and rows["forward"]["status"] == "missing" and "cpu" in rows["forward"]["reason"]
-
-
-def test_default_shapes_and_refusals():
-    for direction, sizes in operator.SIZES.items():
-        assert {size.d_h for size in sizes} == {64, 96, 128, 256} and {1, 32256, 129024} <= {
-            size.T for size in sizes
-        }, direction
-    for text in ("1,2,3,4", "1,2,3,4,0", "1,2,3,4,x", "1,2,3,4,5,6"):
-        with pytest.raises(operator.argparse.ArgumentTypeError, match="T,H,d_h,E,d_e"):
-            operator.Size.parse(text)
 
 
 # The runner
@@ -254,23 +158,6 @@ def test_whole_models(capsys, monkeypatch):
         assert (" dynamic | flashmhf |" in re.sub(" +", " ", out)) == (suite == "generate")
 
 
-def test_models_of_other_depths_have_as_many_parameters():
-    """At 1.3B these are 15, 14 and 13 sub-networks of 384."""
-    pytest.importorskip("transformers")
-    from benchmarks.suites import models
-
-    counts = {}
-    for subject in ("flashmhf", "flashmhf 21 layers", "flashmhf 22 layers", "swiglu"):
-        config = models.configuration(subject, "1.3b")
-        with torch.device("meta"):
-            model = models.AutoModelForCausalLM.from_config(config)
-        counts[subject] = model.num_parameters(exclude_embeddings=True)
-        found = (config.num_hidden_layers, config.ffn_num_subnets, config.ffn_subnet_dim)
-        expected = {"flashmhf": (20, 15, 384), "flashmhf 21 layers": (21, 14, 384), "flashmhf 22 layers": (22, 13, 384)}
-        assert found == expected.get(subject, (24, None, None))
-    assert max(counts.values()) < 1.014 * min(counts.values())
-
-
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_blocks_of_every_cell_are_compiled(monkeypatch):
     """Beyond Dynamo's limit those of later cells ran eagerly under the name of compiled ones."""
@@ -284,28 +171,6 @@ def test_compiled_blocks_of_every_cell_are_compiled(monkeypatch):
             rows = by_subject(models.prefill_cell("tiny", 1, length, ("compiled",)))
             assert {row["status"] for row in rows.values()} == {"ok"}
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before >= len(rows) == 2, length
-
-
-def test_models_of_experiments():
-    """They have the parameters that the training counted."""
-    transformers = pytest.importorskip("transformers")
-    from benchmarks.suites import models
-
-    found = {line["run"]: line["non_embedding"] for line in map(json.loads, models.RUNS.read_text().splitlines())}
-    for name, trained in models.TRAINED.items():
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(models.configuration(*name.split("-")))
-        assert model.num_parameters(exclude_embeddings=True) == found[trained], name
-
-
-@pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="torch._scaled_mm on CPUs takes no scales of rows before torch 2.13"
-)
-def test_the_fp8_baseline_is_swiglu():
-    network = flashmhf.SwiGLU(64, 128, dtype=torch.bfloat16)
-    x = torch.randn(20, 64, dtype=torch.bfloat16)
-    with torch.no_grad():
-        assert relative_l2(fp8.Fp8SwiGLU(network)(x), network(x).double()) < 0.08
 
 
 # Many processes
@@ -325,11 +190,6 @@ def test_four_processes(tmp_path):
         assert row["losses"][0] != row["losses"][-1] and ("x_one" in row) == (layout != "one")
 
 
-def test_the_length_of_a_union_of_intervals():
-    assert covered([]) == 0
-    assert covered([(5, 9), (0, 3), (2, 4), (6, 7), (9, 10)]) == 4 + 5
-
-
 # On a GPU
 
 
@@ -340,9 +200,8 @@ def test_the_operator_on_the_gpu(gpu_backend, direction):
             operator.cell(direction, gpu_backend, size, torch.bfloat16, compared=True), context("cuda", torch.bfloat16)
         )
         assert all(row["status"] == "ok" for row in rows.values()), rows
-        assert rows[direction]["x_product"] > 0 and rows[direction]["timing"] == (
-            "events" if size.T > 1024 else "CUDA graph"
-        )
+        assert rows[direction]["x_product"] > 0
+        assert rows[direction]["timing"] == ("events" if size.T > 1024 else "CUDA graph")
 
 
 @pytest.mark.gpu

@@ -1,7 +1,5 @@
 """Timing, memory and the environment of a record."""
 
-import collections
-
 import pytest
 import torch
 
@@ -19,13 +17,6 @@ class FakeTimer:
         return [self.seconds[run]] * passes
 
 
-def test_percentiles():
-    assert timing.percentiles([3.0, 1.0, 2.0]) == pytest.approx({"p20": 1.4, "p50": 2.0, "p80": 2.6})
-    assert timing.percentiles([5.0]) == {"p20": 5.0, "p50": 5.0, "p80": 5.0}
-    with pytest.raises(ValueError, match="no samples"):
-        timing.percentiles([])
-
-
 def test_every_round_begins_with_another_subject():
     timer = FakeTimer({"a": 0.5, "b": 0.25, "c": 2.0})
     samples = timing.interleave({name: name for name in "abc"}, timer, rounds=3, window_seconds=1.0)
@@ -33,15 +24,6 @@ def test_every_round_begins_with_another_subject():
     assert calibration == [("a", 2), ("b", 2), ("c", 2)]
     assert [name for name, _ in windows] == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
     assert {name: len(values) for name, values in samples.items()} == {"a": 6, "b": 12, "c": 3}
-
-
-def test_passes_before_the_clocks_have_settled_do_not_count():
-    class Settling(FakeTimer):
-        def window(self, run, passes):
-            return [9.0 if i < 5 and passes > 2 else s for i, s in enumerate(super().window(run, passes))]
-
-    samples = timing.interleave({"a": "a"}, Settling({"a": 0.5}), rounds=2, window_seconds=1.0, settle_seconds=2.5)
-    assert samples == {"a": [0.5] * 4}
 
 
 def test_warm_up_lasts_until_two_windows_agree(monkeypatch):
@@ -58,19 +40,6 @@ def test_warm_up_lasts_until_two_windows_agree(monkeypatch):
     assert next(lengths) == 9.0  # stopped after 0.15 and 0.1505
 
 
-def test_cold_copies_exceed_the_cache():
-    assert [timing.cold_copies(size << 20, 60 << 20) for size in (100, 10, 1 << 10)] == [3, 24, 2]
-
-
-def test_short_passes_are_repeated():
-    timer = FakeTimer(collections.defaultdict(lambda: 5e-4))
-    calls = []
-    run, count = timing.repeated(lambda: calls.append(None), timer, 2e-3)
-    run()
-    assert count == 4 and len(calls) == 4
-    assert timing.repeated(len, timer, 1e-4) == (len, 1)
-
-
 def test_peak_memory_sees_what_a_call_holds():
     def run():
         a, b = torch.ones(1 << 20), torch.ones(1 << 20)
@@ -81,18 +50,12 @@ def test_peak_memory_sees_what_a_call_holds():
     assert timing.peak_memory(run, torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "command"),
-    [
-        (
-            ["/x/benchmarks/run.py", "--suite", "host", "--out", "/x/out"],
-            "python -m benchmarks.run --suite host --out out",
-        ),
-        (["tools/build.py", "--out", "a b"], "python tools/build.py --out 'a b'"),
-        (["/x/bin/flashmhf", "bench", "--paper"], "flashmhf bench --paper"),
-        (["/x/pytest/__main__.py", "-m", "gpu"], "pytest -m gpu"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "command"), [
+    (["/x/benchmarks/run.py", "--suite", "host", "--out", "/x/out"], "python -m benchmarks.run --suite host --out out"),
+    (["tools/build.py", "--out", "a b"], "python tools/build.py --out 'a b'"),
+    (["/x/bin/flashmhf", "bench", "--paper"], "flashmhf bench --paper"),
+    (["/x/pytest/__main__.py", "-m", "gpu"], "pytest -m gpu"),
+])  # fmt: skip
 def test_command_has_no_folder_of_this_machine(arguments, command):
     assert environment.command(arguments) == command
     assert environment.brief(OSError("lost /a/b/c.so: no")) == "OSError: lost c.so: no"
@@ -104,13 +67,6 @@ def test_commit_without_a_repository_comes_from_the_environment(monkeypatch, tmp
     assert environment.commit() is None
     monkeypatch.setenv("FLASHMHF_COMMIT", "abc1234")
     assert environment.commit() == "abc1234"
-
-
-@pytest.mark.parametrize(
-    ("name", "short"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("x86_64 CPU, 2 threads", "cpu")]
-)
-def test_files_name_the_device(name, short):
-    assert environment.short_device(name) == short
 
 
 @pytest.mark.gpu

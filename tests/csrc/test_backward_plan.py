@@ -120,24 +120,6 @@ def test_groups_take_every_head_once_and_their_buffers_do_not_overlap(shape, tas
             assert all(place >= places["sums_floats"] for place in others)
 
 
-def test_deterministic_sums_are_ordered_where_that_is_fast():
-    def ordered(length, **task):
-        return plan.plan_head_groups(1, length, **(FLAGSHIP | task), gate=True)["ordered"]
-
-    assert ordered(32256, deterministic=True) and ordered(129_024, deterministic=True, head_dim=96)
-    assert not ordered(64, deterministic=True) and not ordered(3072, deterministic=True)  # CTAs would mostly wait
-    assert not ordered(32256) and not ordered(32256, deterministic=True, tokens=False)
-    # what tests/ops/test_concurrency.py counts on
-    assert ordered(2500, deterministic=True, heads=40, subnets=2, subnet_dim=192)
-    assert not ordered(3000, deterministic=True, heads=5, subnets=7, subnet_dim=80)
-    assert not any(ordered(32256, deterministic=True, head_dim=d_h) for d_h in (64, 256))
-    # what test_operator.py runs with ordered accumulation and in groups
-    grouped = plan.plan_head_groups(
-        2, 32760, heads=40, head_dim=128, subnets=3, subnet_dim=64, router=True, deterministic=True
-    )
-    assert grouped["ordered"] and grouped["heads"] == [(0, 20), (20, 40)]
-
-
 def mib(p):
     return max(w["floats"] for w in p["workspaces"]) * 4 / 2**20
 

@@ -195,14 +195,6 @@ def test_projections_cover_every_token_and_feature(features):
 
 
 @pytest.mark.parametrize(
-    ("features", "most"),
-    [(64, 384), (1536, 384), (1600, 256), (2112, 256), (2176, 128), (3072, 128), (3200, 64), (8192, 64)],
-)
-def test_the_projection_kernel_is_taken_where_all_its_clusters_run_at_once(features, most):
-    assert [tokens for tokens in range(1, 500) if plan.projects_faster(tokens, features)] == list(range(1, most + 1))
-
-
-@pytest.mark.parametrize(
     ("shape", "group", "message"),
     [
         ((1, 64, 4, 80, 2, 64), 1, "d_h = 80"),
