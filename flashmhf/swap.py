@@ -11,7 +11,7 @@ from . import checks, torch_private
 from .checks import positive
 from .nn.flashmhf import FlashMHF, default_num_heads, default_subnet_dim
 from .nn.init import INITIALIZER_RANGE, Projection
-from .nn.weights import check_held
+from .nn.weights import check_held, mark_drawn
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 WIDTH_MULTIPLE = 16  # what the kernels want of d_e
@@ -176,6 +176,7 @@ def replace_ffn(
             quantization.described(each, changes=True)
     for members in shared.values():
         network = _counterpart(model.get_submodule(members[0]), *sizes, kwargs)
+        mark_drawn(network)
         for name in members:
             model.set_submodule(name, network)
     for each in models:

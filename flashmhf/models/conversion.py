@@ -28,6 +28,7 @@ from transformers.utils import (
 from ..checks import divisor, positive
 from ..nn import convert
 from ..nn.init import INITIALIZER_RANGE, OfficialInit
+from ..nn.weights import mark_drawn
 from .configuration import FlashMHFConfig
 from .modeling import FlashMHFForCausalLM, FlashMHFPreTrainedModel, check_complete
 
@@ -218,6 +219,7 @@ def load_official(
     if unexpected:
         raise ValueError(f"{directory} does not fit its config.json: unexpected {unexpected}")
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its buffers are in no checkpoint
+    mark_drawn(model)
     if model.can_generate():  # in transformers 4 settings of the generation were some of the configuration
         own = (directory / GENERATION_CONFIG_NAME).is_file()
         settings = {} if own else {"config_file_name": "config.json", "_from_model_config": True}

@@ -26,7 +26,7 @@ from ..nn import FlashMHF, SwiGLU
 from ..nn.init import INITIALIZER_RANGE, Projection
 from ..nn.multihead import HeadRMSNorm
 from ..nn.network import Network
-from ..nn.weights import check_held
+from ..nn.weights import check_held, mark_drawn
 from ..quantize import LAYOUT, Fp8FlashMHF, quantize_
 from ..quantize.modules import METHOD, own_method, quantise_named
 from ..quantize.packing import check_layout
@@ -153,6 +153,7 @@ def _build(model: nn.Module, record: FlashMHFRecord, fp8: bool = True) -> None:
         network.reset_parameters(
             initializer_range=getattr(model.config, "initializer_range", INITIALIZER_RANGE), num_layers=len(names)
         )
+        mark_drawn(network)
         model.set_submodule(name, network)
     if record.fp8 and fp8:
         packed = record.fp8 if isinstance(record.fp8, list) else _networks(model, FlashMHF)

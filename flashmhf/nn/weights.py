@@ -32,3 +32,12 @@ def check_held(name: str, module: nn.Module, empty: bool = False, offloaded: boo
             f"{shown} has no values, its weights are on the meta device; supported: weights that are loaded or drawn, "
             "and not offloaded"
         )
+
+
+def mark_drawn(module: nn.Module) -> None:
+    """Have transformers' ``init_weights`` leave ``module`` alone, as it leaves what it has drawn or loaded itself:
+    a model that gets this one as a part calls it. Nothing is marked on the meta device.
+    """
+    if not any(parameter.is_meta for parameter in module.parameters()):
+        for part in module.modules():
+            part._is_hf_initialized = True

@@ -349,6 +349,15 @@ def test_a_tensor_is_taken_from_the_shard_where_the_index_puts_it(tmp_path):
     assert torch.equal(found.get_parameter(name), STATE[name])
 
 
+def test_init_weights_leaves_what_is_loaded(tmp_path):
+    """A model that gets this one as a part calls it."""
+    write(tmp_path, OFFICIAL, STATE)
+    model = conversion.load_official(tmp_path)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.init_weights()
+    assert not [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
+
+
 def test_weights_that_share_memory_in_a_file_are_two(tmp_path):
     state = STATE | {"lm_head.weight": STATE["model.embed_tokens.weight"]}
     torch.save(state, tmp_path / "pytorch_model.bin")

@@ -342,6 +342,34 @@ def test_what_cannot_be_recorded_is_not_saved(change, message, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+class Wrapper(transformers.PreTrainedModel):
+    """A user's class: a model as a part, and post_init at the end, which draws what is not drawn."""
+
+    config_class = transformers.LlamaConfig
+    _supports_sdpa = True
+
+    def __init__(self, model: nn.Module):
+        super().__init__(transformers.LlamaConfig())
+        self.model, self.score = model, nn.Linear(4, 4)
+        self.post_init()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("made", ["replaced", "from_config", "ours", "loaded"])
+def test_a_model_within_another_keeps_its_weights(made, fp8, tmp_path):
+    model = tiny() if made == "ours" else replaced()
+    if made == "from_config":
+        model = AutoModelForCausalLM.from_config(model.config)
+    elif made == "loaded":
+        model.save_pretrained(tmp_path)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    if fp8:
+        quantize.quantize_(model)
+    before = {name: tensor.float().clone() for name, tensor in model.state_dict().items()}
+    Wrapper(model)
+    assert not [name for name, tensor in model.state_dict().items() if not torch.equal(tensor.float(), before[name])]
+
+
 def test_the_configuration_of_a_model_in_memory_loads_its_files(tmp_path):
     """transformers reads ``quantization_config`` of a configuration that it is given as a dict."""
     model = replaced()
