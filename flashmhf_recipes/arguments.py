@@ -38,10 +38,7 @@ def assignment(text: str) -> tuple[str, object]:
 
 
 def chosen_device(name: str):
-    """Return the torch.device that ``name`` stands for.
-
-    Raises ValueError if it is not supported or this machine does not have it.
-    """
+    """Return the torch.device of ``name``. Raises ValueError if this machine does not have it."""
     import torch
 
     gpus = torch.cuda.device_count()

@@ -52,8 +52,7 @@ def cut_off(output: Path) -> Path | None:
 
 
 def mark_complete(checkpoint: Path) -> None:
-    """Syncs every file of ``checkpoint`` to disk and then writes the mark, so that the mark never outlives a file's
-    content."""
+    """Sync every file to disk, then write the mark, which so never outlives a file's content."""
     sizes = {}
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
         _sync(path)
@@ -90,7 +89,6 @@ def _sync(path: Path) -> None:
 @contextmanager
 def writing(unfinished: Callable[[], Path | None]) -> Iterator[None]:
     """Remove what the block has failed to write (a full disk needs its space), and raise TrainingError that says why.
-
     ``unfinished`` returns it after the failure, or None where the error was another one.
     """
     try:
@@ -112,7 +110,6 @@ def rotate(output: Path, keep: int) -> None:
 
 def damage(checkpoint: Path) -> str | None:
     """Return why ``checkpoint`` is damaged, or None: sizes by the mark, and the structure of each file that it names.
-
     Raises OSError for files that cannot be read now. Nothing is unpickled: what a library refuses is no damage.
     """
     path = checkpoint / MARK
@@ -140,8 +137,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _set_aside(checkpoint: Path, kind: str, reason: str) -> None:
-    """Rename ``checkpoint`` to ``kind``-checkpoint-N, with a number behind where the name is taken, and warn with the
-    reason."""
+    """Rename ``checkpoint`` to ``kind``-checkpoint-N, with a number where the name is taken, and warn."""
     names = (f"{kind}-{checkpoint.name}{number}" for number in ("", *(f"-{i}" for i in range(2, 1000))))
     target = next(path for path in map(checkpoint.with_name, names) if not path.exists())
     checkpoint.rename(target)
@@ -149,11 +145,7 @@ def _set_aside(checkpoint: Path, kind: str, reason: str) -> None:
 
 
 def set_aside_unusable(output: Path) -> None:
-    """Leaves the newest ``checkpoint-N`` of a run loadable: cut-off and damaged ones before it are renamed, and a
-    warning names them.
-
-    Raises TrainingError when all complete checkpoints are damaged.
-    """
+    """Rename cut-off and damaged checkpoints until the newest loads. Raises TrainingError if none does."""
     while path := cut_off(output):
         _set_aside(path, "incomplete", "was not written to the end")
     for path in reversed(complete_checkpoints(output)):

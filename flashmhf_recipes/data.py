@@ -1,8 +1,7 @@
 """Documents to packed tokens on disk, and a data set whose order is a function of the seed alone.
 
-A run takes documents in a random order that its seed fixes, joins their tokens with an end-of-text token after each,
-and stores them once as a flat file; a training sample is one block of it. Sample i of a run is fixed by (file, seed,
-i), so resuming needs nothing but i.
+The seed fixes the documents' order; their tokens, each document's with an end-of-text token behind, are one flat file,
+a sample is one block of it. Sample i is fixed by (file, seed, i), so resuming needs nothing but i.
 """
 
 from __future__ import annotations
@@ -65,12 +64,9 @@ def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, 
     files, left_out = find_files(paths)
     try:
         table = datasets.Dataset.from_generator(
-            read,
-            features=datasets.Features({"text": datasets.Value("large_string")}),
-            gen_kwargs={"files": files, "text_field": text_field},
-            cache_dir=str(cache),
-            writer_batch_size=64,
-        )
+            read, features=datasets.Features({"text": datasets.Value("large_string")}),
+            gen_kwargs={"files": files, "text_field": text_field}, cache_dir=str(cache), writer_batch_size=64,
+        )  # fmt: skip
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
         causes = (error, error.__cause__, getattr(error.__cause__, "__cause__", None))
         raise next((cause for cause in causes if isinstance(cause, DataError | OSError)), error) from None
@@ -79,11 +75,8 @@ def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, 
 
 
 def hosted(name: str, split: str, text_field: str, seed: int) -> Documents:
-    """Return a data set of the ``datasets`` library, "name" or "name:config", streamed: its files and the records
-    nearby are shuffled.
-
-    Raises DataError for one that cannot be read and, with the columns that there are, without the column; while it is
-    iterated, for broken files and values that are not text, as :func:`read` does.
+    """Return a data set of the ``datasets`` library, "name" or "name:config", streamed and shuffled nearby. Raises
+    DataError, also while it is iterated, for one that cannot be read or lacks the column, and as :func:`read` does.
     """
     next(iter(_Hosted(name, split, text_field, None)), None)  # before a buffer of records is read
     return Documents(_Hosted(name, split, text_field, seed), f"read data set {name}", Counter())
@@ -125,26 +118,19 @@ def encode(texts: Iterable[str], tokenizer) -> Iterator[np.ndarray]:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Yield ``text`` in pieces of at most PIECE characters, cut before white space, where tokens end, if there is some
-    near."""
+    """Yield ``text`` in pieces of at most PIECE characters, cut before white space if there is some near."""
     start = 0
     while start < len(text):
         end = start + PIECE
         if end < len(text):
-            end = next(
-                (at for at in range(end, end - PIECE // 2, -1) if text[at].isspace() and not text[at - 1].isspace()),
-                end,
-            )
+            near = range(end, end - PIECE // 2, -1)
+            end = next((at for at in near if text[at].isspace() and not text[at - 1].isspace()), end)
         yield text[start:end]
         start = end
 
 
 def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar: bool = False) -> str:
-    """Write the tokens of ``documents``, at most ``max_tokens``, and their manifest to a new directory; return what was
-    read, for people.
-
-    Raises DataError where there is no text.
-    """
+    """Write at most ``max_tokens`` tokens and their manifest; return what was read. Raises DataError without text."""
     dtype, count = np.dtype(np.uint16 if token_numbers(tokenizer) <= 1 << 16 else np.uint32), 0
     with (
         (directory / TOKENS).open("wb") as out,
@@ -161,11 +147,8 @@ def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar
         os.fsync(out.fileno())
     if not count:
         raise DataError(f"no text is left to train on: {documents}")
-    used = (
-        f"using all {count:,} tokens"
-        if count < max_tokens
-        else f"using {count:,} tokens; the documents after them are left out"
-    )
+    rest = "; the documents after them are left out"
+    used = f"using all {count:,} tokens" if count < max_tokens else f"using {count:,} tokens{rest}"
     manifest = {"tokens": count, "dtype": dtype.name, "report": f"{documents}; {used}"}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
     return manifest["report"]
@@ -211,9 +194,8 @@ def load(directory: Path) -> Tokens:
 def split(tokens: Tokens, fraction: float, length: int, end_of_text: int) -> tuple[Tokens, Tokens | None]:
     """Return (training tokens, held-out tokens), the second None for a ``fraction`` of 0.
 
-    The held-out tokens are the end, about ``fraction`` of the blocks of ``length``. They begin with the document
-    nearest after that place, else with the nearest before it, if between half and one and a half times as many tokens
-    are held out and both sides have a block. Otherwise they begin exactly there, in the middle of a document.
+    The held-out tokens are the end, about ``fraction`` of the blocks, from the document that begins nearest after that
+    place, else before it, if that changes their number by at most half; else from exactly there.
     """
     blocks = len(tokens) // length
     if not (held_out := math.ceil(blocks * fraction)):

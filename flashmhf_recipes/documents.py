@@ -20,11 +20,8 @@ _UNPAIRED_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can write it ("\\ud8
 
 
 def find_files(paths: Iterable[str | Path]) -> tuple[list[Path], Counter]:
-    """Return the files named and those with a known suffix below the directories named, sorted and each once, and
-    counts of the rest there.
-
-    Links are followed; a directory that is reached again through one is not read again. Raises DataError for a path
-    that does not exist, a file of another type and a directory without files.
+    """Return the files named and those with a known suffix below directories, sorted, each once, and counts of the
+    rest. Raises DataError for a path that does not exist, a file of another type and a directory without files.
     """
     files, left_out = [], Counter()
     for path in map(Path, paths):
@@ -54,11 +51,10 @@ def _below(directory: Path, left_out: Counter) -> Iterator[Path]:
 
 
 def read(files: Iterable[Path], text_field: str = "text") -> Iterator[dict[str, str]]:
-    """Yield {"text": document} for the documents of ``files`` in order: a text file whole, of other formats every
-    record's ``text_field``.
+    """Yield {"text": document} of ``files`` in order: a text file whole, else every record's ``text_field``, ""
+    without.
 
-    A record without a text yields "". Raises DataError that names the file for one that cannot be read, that is
-    damaged, binary or not UTF-8, with a line that is not a JSON object, or without texts in that field.
+    Raises DataError that names the file for one that is damaged, binary or not UTF-8, or without texts in that field.
     """
     import pyarrow
 
@@ -71,9 +67,8 @@ def read(files: Iterable[Path], text_field: str = "text") -> Iterator[dict[str, 
 
 
 def text_of(value: object, field: str) -> str:
-    """Return the text that a record has in ``field``, "" for None and for text that no tokenizer takes.
-
-    Bytes are decoded as UTF-8: Impala and old versions of Spark write text so. Raises ValueError for other types.
+    """Return the text that a record has in ``field``, "" for None and for text that no tokenizer takes. Bytes are
+    decoded as UTF-8: Impala and old versions of Spark write text so. Raises ValueError for other types.
     """
     if isinstance(value, bytes):
         value = value.decode("utf-8")
@@ -146,8 +141,11 @@ def _parquet(path: Path, text_field: str) -> Iterator[object]:
 
 
 _TEXT_READERS = {
-    **dict.fromkeys((".txt", ".text", ".md"), _text),
-    **dict.fromkeys((".jsonl", ".ndjson"), _json_lines),
+    ".txt": _text,
+    ".text": _text,
+    ".md": _text,
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
     ".csv": _csv,
 }
 READERS = {suffix + compression: read for suffix, read in _TEXT_READERS.items() for compression in ("", *COMPRESSED)}

@@ -31,8 +31,7 @@ def positions(model: PreTrainedModel) -> int | None:
 
 @dataclass
 class HeldOut:
-    """The loss of some text in nats a token, and in bits a byte, which are comparable across tokenizers; counts of what
-    was not read."""
+    """The loss of some text in nats a token, and in bits a byte, which compare across tokenizers; what was not read."""
 
     loss: float
     perplexity: float
@@ -49,9 +48,8 @@ def held_out_loss(
 ) -> HeldOut:  # fmt: skip
     """Loss over files' documents, each after an end-of-text token, every token scored once.
 
-    Windows of ``window`` tokens (the model's maximum) advance by ``stride`` (half a window): a token sees at least
-    window - stride tokens before it, unless the document begins later. Raises ValueError for sizes and a loss that is
-    not finite, DataError where there is no text.
+    Windows of ``window`` tokens (the model's maximum) advance by ``stride`` (half a window). Raises ValueError for
+    sizes and a loss that is not finite, DataError where there is no text.
     """
     limit = positions(model)
     window = limit if window is None else window
@@ -59,10 +57,8 @@ def held_out_loss(
         raise OptionError("give window: the model's configuration has no maximum")
     stride = max(1, window // 2) if stride is None else stride
     if window < 2 or (limit is not None and window > limit):
-        raise OptionError(
-            f"window is {window}; it must be at least 2"
-            + (f" and at most the model's {limit} positions" if limit else "")
-        )
+        most = f" and at most the model's {limit} positions" if limit else ""
+        raise OptionError(f"window is {window}; it must be at least 2{most}")
     if not 1 <= stride < window:
         raise OptionError(f"stride is {stride}; it must be at least 1 and below the window of {window}")
     if batch < 1:
@@ -87,8 +83,7 @@ def held_out_loss(
 
 @torch.no_grad()
 def window_losses(model, ids: np.ndarray, window: int, stride: int, batch: int) -> Iterator[tuple[float, int]]:
-    """(sum of nats, number of tokens) of batches of windows over one sequence; all tokens but the first are scored,
-    once."""
+    """Yield (sum of nats, tokens) of batches of windows over one sequence; all tokens but the first are scored."""
     spans = _spans(len(ids), window, stride)
     while spans:
         scored, length = spans[0][2], spans[0][1] - spans[0][0]
@@ -125,12 +120,11 @@ def task_scores(
     model: PreTrainedModel, tokenizer, tasks: Iterable[str] = PAPER_TASKS, *, include_path: str | None = None,
     limit: int | None = None, batch: int = 16, shots: int | None = None,
 ) -> tuple[dict[str, dict[str, float]], float | None]:  # fmt: skip
-    """Return the metrics of tasks by lm-eval's names, also of local ones in its format below ``include_path``, and
-    their mean accuracy.
+    """Return the metrics of tasks by lm-eval's names, also of local ones below ``include_path``, and their mean
+    accuracy.
 
-    In the mean a group that has an accuracy counts once, and its members do not count. It is None where there are not
-    two to average. Raises ImportError without the extra flashmhf[eval], ValueError for unknown tasks and for negative
-    ``shots``.
+    A group with an accuracy counts once, without its members; the mean is None for fewer than two. Raises ImportError
+    without the extra flashmhf[eval], ValueError for unknown tasks and negative ``shots``.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -141,14 +135,12 @@ def task_scores(
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, **settings)
     settings = {"limit": limit, "num_fewshot": shots, "bootstrap_iters": 0}
     found = simple_evaluate(model=wrapped, tasks=tasks, task_manager=manager, **settings)
-    scores = {
-        task: {
-            name.removesuffix(",none"): value
-            for name, value in values.items()
-            if isinstance(value, int | float) and "stderr" not in name and name not in ("sample_len", "name")
-        }
-        for task, values in found["results"].items()
-    }
+    left_out = ("sample_len", "name")
+    scores = {task: {} for task in found["results"]}
+    for task, values in found["results"].items():
+        for name, value in values.items():
+            if isinstance(value, int | float) and "stderr" not in name and name not in left_out:
+                scores[task][name.removesuffix(",none")] = value
     groups = found["group_subtasks"]
     members = {name for group in groups if "acc" in scores.get(group, ()) for name in groups[group]}
     accuracies = [values["acc"] for task, values in scores.items() if "acc" in values and task not in members]

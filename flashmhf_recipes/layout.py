@@ -1,8 +1,5 @@
-"""How a run lies over its processes: replicas, shards of the parameters (FSDP2) and heads (tensor parallelism).
-
-PyTorch does the sharding, here rather than through accelerate: accelerate's FSDP2 plugin needs GPUs, and pads the first
-dimension of K, U and V. Checkpoints hold whole tensors, the same files for any layout, so a run resumes on any number
-of processes.
+"""How a run lies over its processes: replicas, shards of the parameters (FSDP2) and heads (tensor parallelism). PyTorch
+shards, not accelerate, whose FSDP2 needs GPUs and pads K, U and V. Checkpoints hold whole tensors.
 """
 
 from __future__ import annotations
@@ -51,10 +48,7 @@ class Layout:
         return rank // self.tp
 
     def check(self, model: PreTrainedModel) -> None:
-        """Raises OptionError for a model whose heads ``tp`` processes cannot share.
-
-        Its parameters may be on the meta device.
-        """
+        """Raises OptionError for a model whose heads ``tp`` processes cannot share; it may be on the meta device."""
         try:
             if self.tp > 1:
                 plan(model, self.tp)
@@ -62,8 +56,7 @@ class Layout:
             raise OptionError(f"tp is {self.tp}: {error}") from error
 
     def shard(self, model: PreTrainedModel, device_type: str, compile_blocks: bool) -> None:
-        """Shards ``model`` in place: heads, then compiled blocks, then parameters. All processes hold the same weights
-        before."""
+        """Shards ``model`` in place: heads, then compiled blocks, then parameters."""
         sizes, names = (self.replicas, self.shards, self.tp), ("dp_replicate", "dp_shard", "tp")
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         if self.tp > 1:
@@ -79,9 +72,7 @@ class Layout:
 
 def layout_of(tp: int | None, dp_shard: int | None, processes: int, environment: Mapping = _LAUNCHER) -> Layout:
     """The layout of ``processes``; None stands for the layout of ``accelerate launch``, else for no sharding, or, with
-    ``tp``, for all.
-
-    Raises OptionError where the sizes do not divide the processes.
+    ``tp``, for all. Raises OptionError where the sizes do not divide the processes.
     """
     if tp is None and environment.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
         tp = int(environment.get("PARALLELISM_CONFIG_TP_SIZE", "1"))
@@ -111,10 +102,7 @@ def whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what :func:`whole_optimizer` returned, or an unsharded run's state, into a sharded optimizer.
-
-    Every process has read it.
-    """
+    """Load what :func:`whole_optimizer` returned, or an unsharded run's state, on every process."""
     names = _names(model, optimizer)
     groups = [group | {"params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
     named = {"state": {names[index]: values for index, values in state["state"].items()}, "param_groups": groups}

@@ -42,6 +42,10 @@ DECIDED = _HELD | {
     **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), "precision"),
     **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config"), "tp and dp_shard"),
     **{"num_train_epochs": "steps", "data_seed": "seed", "use_cpu": "device", "save_total_limit": "keep"},
+    **{
+        f"dataloader_{name}": "data without workers"
+        for name in ("num_workers", "persistent_workers", "prefetch_factor")
+    },
     **{"eval_strategy": "eval_fraction", "load_best_model_at_end": "init_from with the checkpoint that is best"},
 }
 # FlashMHFConfig settings that an option of ours, or the tokenizer, decides.
@@ -61,10 +65,7 @@ _RANGES = {
     "max_grad_norm": ("numbers from 0 on; 0 does not clip", lambda x: x >= 0),
     "eval_fraction": ("numbers from 0 on and below 1", lambda x: 0 <= x < 1),
     "seed": ("integers from 0 to 2^32 - 1", lambda x: isinstance(x, int) and 0 <= x < 1 << 32),
-    "keep": (
-        "integers from 2 on, so that one checkpoint is complete at any moment",
-        lambda x: isinstance(x, int) and x >= 2,
-    ),
+    "keep": ("integers from 2 on, so that one is complete at any moment", lambda x: isinstance(x, int) and x >= 2),
 }
 
 
@@ -145,9 +146,7 @@ class Options:
 
     def resolve(self) -> Options:
         """Return these options with the preset's name and without None, but for the model's with ``init_from``, and
-        with absolute paths.
-
-        Raises OptionError for values that are not supported and for contradictions.
+        with absolute paths. Raises OptionError for values that are not supported and for contradictions.
         """
         chosen = self._from_trained() if self.init_from else self._preset()
         scale = chosen.scale if chosen else SCALES["128m"]
@@ -158,20 +157,16 @@ class Options:
         # Names of the hub stay.
         given = {name: getattr(self, name) for name in ("tokens", "init_from", "tokenizer")}
         resolved = replace(
-            self,
-            preset=chosen and chosen.name,
-            ffn=None,
-            data=[os.path.abspath(path) for path in self.data],
+            self, preset=chosen and chosen.name, ffn=None, data=[os.path.abspath(path) for path in self.data],
             **{name: os.path.abspath(given[name]) for name in given if given[name] and Path(given[name]).exists()},
             **{name: value for name, value in defaults.items() if getattr(self, name) is None},
-        )
+        )  # fmt: skip
         resolved._check()
         return resolved
 
     def refuse_unused(self) -> None:
-        """Raise OptionError for options that others leave without effect.
-
-        A run that was once started with them can be resumed.
+        """Raise OptionError for options that others leave without effect. A run that was once started with them can be
+        resumed.
         """
         unused = {
             "tokenizer": "with tokens, which have theirs" if self.tokens and not self.init_from else "",
@@ -235,24 +230,13 @@ class Options:
         return layout_of(self.tp, self.dp_shard, processes)
 
     def micro_batch_for(self, processes: int) -> int:
-        """Return the sequences at once on a device: the largest divisor of batch / processes up to micro_batch.
-
-        Raises OptionError where the batch is not a multiple of the processes.
+        """Return the sequences at once on a device: the largest divisor of batch / processes up to micro_batch. Raises
+        OptionError where the batch is not a multiple of the processes.
         """
         if self.batch % processes:
             raise OptionError(f"batch is {self.batch}; it must be a multiple of the {processes} processes")
         each = self.batch // processes
         return next(size for size in range(min(self.micro_batch, each), 0, -1) if each % size == 0)
-
-    def accumulation(self, processes: int) -> str:
-        """Return how a step is made up, for people."""
-        layout = self.layout(processes)
-        size = self.micro_batch_for(layout.data_processes)
-        turns = self.batch // (size * layout.data_processes)
-        devices = f"each of {layout.data_processes} {'devices' if layout.tp == 1 else f'groups of {layout.tp} devices'}"
-        times = f", {turns} times" if turns > 1 else ""
-        tokens = f"{self.batch:,} sequences of {self.length:,} tokens = {self.batch * self.length:,} tokens"
-        return f"a step: {tokens}; {size} sequences at once on {devices if processes > 1 else '1 device'}{times}"
 
 
 def option_types() -> dict[str, Any]:
@@ -273,8 +257,7 @@ def naming(option: str, options: Options) -> Iterator[None]:
 
 
 def _check_settings(option: str, given: Iterable[str], supported: set[str], own: Mapping[str, str]) -> None:
-    """Refuse settings that are not supported, and name the option that each one is, else a name that is nearly the
-    same, else all."""
+    """Refuse settings that are not supported; name the option that each is, or a similar name, or all."""
     for name in given:
         if name not in supported:
             close = difflib.get_close_matches(name, supported, 1, 0.8)
@@ -283,32 +266,21 @@ def _check_settings(option: str, given: Iterable[str], supported: set[str], own:
 
 
 def training_arguments(options: Options) -> TrainingArguments:
-    """Return transformers' arguments for resolved options: cosine to a minimum learning rate, warm-up as a share of the
-    steps.
-
-    Raises OptionError for settings that transformers refuses and for reports without their package.
-    """
+    """Return transformers' arguments. Raises OptionError for what it refuses, and reports without package."""
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     report = ["tensorboard"] if importlib.util.find_spec("tensorboard") else []
     settings = {name: getattr(options, option) for name, option in _HELD.items()} | dict(
         # fixed: the held-out loss has the same bits for any number of processes
         per_device_eval_batch_size=options.micro_batch,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr": options.min_learning_rate},
+        lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": options.min_learning_rate},
         warmup_steps=options.warmup if options.warmup < 1 else int(options.warmup),
+        adam_beta1=options.betas[0], adam_beta2=options.betas[1],
         optim="adamw_torch_fused" if on_gpu else "adamw_torch",
-        adam_beta1=options.betas[0],
-        adam_beta2=options.betas[1],
-        bf16=options.precision == "bf16" or (options.precision == "auto" and on_gpu),
-        use_cpu=not on_gpu,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,
+        bf16=options.precision == "bf16" or (options.precision == "auto" and on_gpu), use_cpu=not on_gpu,
+        logging_first_step=True, logging_nan_inf_filter=False, disable_tqdm=True, report_to=report,
         eval_strategy="steps" if options.eval_fraction else "no",
-        report_to=report,
-        disable_tqdm=True,
-        dataloader_pin_memory=on_gpu,
-        ddp_find_unused_parameters=False,
-    )
+        dataloader_pin_memory=on_gpu, ddp_find_unused_parameters=False,
+    )  # fmt: skip
     if "lr_scheduler_type" in options.arguments:
         del settings["lr_scheduler_kwargs"]  # other schedules know no minimum
     with warnings.catch_warnings(), naming("arguments", options):
@@ -341,11 +313,7 @@ def schedule(arguments: TrainingArguments, steps: int) -> torch.optim.lr_schedul
 
 
 def empty_model(options: Options) -> PreTrainedModel:
-    """Return a new model for resolved options on the meta device; the tokenizer's numbers are not in its configuration
-    yet.
-
-    Raises OptionError for sizes that no model has.
-    """
+    """Return a new model on the meta device. Raises OptionError for sizes that no model has."""
     chosen = preset(options.preset)
     positions = max(chosen.scale.context, options.length)
     with naming("model", options), torch.device("meta"):

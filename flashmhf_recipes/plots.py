@@ -10,9 +10,8 @@ logger = logging.getLogger(__name__)
 
 
 def draw(path: Path, size: tuple[float, float], paint: Callable[[object], None], dpi: int = 150) -> bool:
-    """Write a PNG of ``size`` inches that ``paint`` draws on a matplotlib Figure; return whether it was written.
-
-    A picture that cannot be drawn is a warning: what it shows is in other files, and no run should end for it.
+    """Write a PNG of ``size`` inches that ``paint`` draws on a matplotlib Figure; return whether it was written. A
+    picture that cannot be drawn is a warning: what it shows is in other files, and no run should end for it.
     """
     try:
         from matplotlib.figure import Figure

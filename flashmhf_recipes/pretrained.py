@@ -22,12 +22,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load(
     name: str, *, tokenizer_name: str | None = None, device: str = "auto", dtype: str = "auto", fp8: bool = False
 ) -> tuple[PreTrainedModel, object]:
-    """(model in eval mode, tokenizer) of a training run, one of its checkpoints, a saved model, an official checkpoint,
-    or a name.
+    """Return (model in eval mode, tokenizer) of a run, a checkpoint, a saved or official model, or a name.
 
-    An unfinished run gives its last complete checkpoint. ``fp8`` quantises the FlashMHF networks; a stored FP8 model
-    does not need it. Raises FileNotFoundError where a directory holds no model, ValueError for a device that this
-    machine has not, for a tokenizer with more tokens than the model, and where ``fp8`` has nothing to quantise.
+    An unfinished run gives its last complete checkpoint. ``fp8`` quantises the FlashMHF networks. Raises
+    FileNotFoundError where there is no model, ValueError for a device that is missing, a tokenizer with more tokens
+    than the model, and ``fp8`` with nothing to quantise.
     """
     location = locate(name)
     chosen = chosen_device(device)
@@ -49,12 +48,10 @@ def load(
 def save_fp8(
     name: str, output: Path, *, tokenizer_name: str | None = None, device: str = "auto", dtype: str = "bfloat16"
 ) -> None:
-    """Writes the model and the tokenizer that :func:`load` finds, the FlashMHF networks in FP8, to a directory that
-    from_pretrained loads.
+    """Write the model and tokenizer that :func:`load` finds, the FlashMHF networks in FP8, to a directory.
 
-    ``dtype`` is that of what is not quantised; auto: of the stored weights, float32 for an official checkpoint. Raises
-    what :func:`load` raises, OptionError where ``output`` is not empty, TrainingError where it cannot be written, and
-    then removes it.
+    ``dtype``: of what is not quantised; auto: as stored, float32 for an official checkpoint. Raises what :func:`load`
+    raises, OptionError where ``output`` is not empty, TrainingError where it cannot be written.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise OptionError(f"output is {str(output)!r}, which is not empty; choose a new directory")
@@ -67,10 +64,7 @@ def save_fp8(
 
 
 def locate(name: str) -> str:
-    """The directory that holds the model of :func:`load`'s ``name``, or the name.
-
-    Raises FileNotFoundError where there is none.
-    """
+    """The directory of :func:`load`'s ``name``, or the name. Raises FileNotFoundError where there is none."""
     path = Path(name)
     if path.is_dir() and not (path / "config.json").exists():
         complete = checkpoints.complete_checkpoints(path)

@@ -14,9 +14,8 @@ REPEAT_SECONDS = 2.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
 
 
 class Stopped(KeyboardInterrupt):  # noqa: N818, no error: the run did what it was asked to
-    """A signal ended the run: ``signum``, after ``step``, which is saved; step 0 is before the first one.
-
-    A KeyboardInterrupt, so that no ``except Exception`` on the way swallows it.
+    """A signal ended the run: ``signum``, after ``step``, which is saved; step 0 is before the first one. A
+    KeyboardInterrupt, so that no ``except Exception`` on the way swallows it.
     """
 
     def __init__(self, signum: int, step: int):
@@ -27,16 +26,13 @@ class Stopped(KeyboardInterrupt):  # noqa: N818, no error: the run did what it w
 
 class StopSignals:
     """A context that takes SIGTERM and SIGINT where it runs in the main thread; in other threads signals are left
-    alone.
-
-    Outside :attr:`stepping` there is no step to finish, and the signal raises :class:`Stopped`.
+    alone. Outside :attr:`stepping` there is no step to finish, and the signal raises :class:`Stopped`.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self.stepping = False
         self._since = 0.0
-        self._process = os.getpid()
         self._before: dict[int, object] = {}
         self._group = None
 
@@ -53,8 +49,6 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, signum: int, frame) -> None:
-        if os.getpid() != self._process:
-            return  # a data loader's worker: its parent finishes the step and ends it
         if self.received is not None:
             if time.monotonic() - self._since >= REPEAT_SECONDS:
                 os._exit(128 + signum)
@@ -73,10 +67,7 @@ class StopSignals:
         self.stepping = True
 
     def agreed(self) -> bool:
-        """Return whether some process has received a signal, the same on every process.
-
-        All of them call this at the same steps.
-        """
+        """Return whether some process has received a signal. All of them call this at the same steps."""
         received = torch.tensor(self.received or 0)
         if self._group is not None:
             torch.distributed.all_reduce(received, torch.distributed.ReduceOp.MAX, self._group)

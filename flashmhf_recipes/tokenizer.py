@@ -18,11 +18,8 @@ LONGEST_WORD = 256
 
 
 def train(texts: Iterable[str], vocab_size: int, bar: bool = False) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most ``vocab_size`` tokens from the first 100 M characters; the same texts give the same
-    tokenizer.
-
-    ``bar`` shows progress on stderr where that is a terminal. Raises OptionError for a vocabulary that is smaller than
-    the bytes.
+    """Return a byte-level BPE of at most ``vocab_size`` tokens from the first 100 M characters. ``bar`` shows progress.
+    Raises OptionError for a vocabulary that is smaller than the bytes.
     """
     if vocab_size < SMALLEST:
         raise OptionError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {SMALLEST}")
@@ -32,19 +29,15 @@ def train(texts: Iterable[str], vocab_size: int, bar: bool = False) -> PreTraine
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([long_words, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, PADDING],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=bar,
-    )
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT, PADDING],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=bar,
+    )  # fmt: skip
     tokenizer.train_from_iterator(_limited(texts), trainer)
     tokenizer.pre_tokenizer = byte_level
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        **{"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PADDING},
-        clean_up_tokenization_spaces=False,
-        model_input_names=["input_ids", "attention_mask"],
-    )
+        tokenizer_object=tokenizer, **{"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PADDING},
+        clean_up_tokenization_spaces=False, model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
 
 
 def _limited(texts: Iterable[str]) -> Iterable[str]:
@@ -57,10 +50,7 @@ def _limited(texts: Iterable[str]) -> Iterable[str]:
 
 
 def load(name: str):
-    """A tokenizer by directory, tokenizer.json or name.
-
-    Raises DataError when there is none, or when it has no end-of-text token.
-    """
+    """A tokenizer by directory, tokenizer.json or name. Raises DataError without it or an end-of-text token."""
     path = Path(name)
     try:
         tokenizer = (
@@ -78,8 +68,5 @@ def load(name: str):
 
 
 def token_numbers(tokenizer) -> int:
-    """Return the largest token number plus 1.
-
-    It is more than the number of tokens where some numbers stand for none.
-    """
+    """Return the largest token number plus 1. It is more than the number of tokens if some stand for none."""
     return max(tokenizer.get_vocab().values()) + 1

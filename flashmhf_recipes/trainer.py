@@ -1,15 +1,9 @@
-"""transformers' Trainer with complete checkpoints and a held-out loss that does not depend on the number of processes.
-
-Everything that touches private attributes of the Trainer stands here.
-"""
+"""transformers' Trainer with complete checkpoints, a held-out loss for any number of processes, and all private use."""
 
 from __future__ import annotations
 
-import atexit
 import math
-import multiprocessing
 import os
-import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -47,8 +41,6 @@ class RunTrainer(Trainer, TrainerCallback):
         self.layout = options.layout(args.world_size)
         self.stopped = self.evaluation_due = False
         super().__init__(args=args, callbacks=[self, *callbacks], **kwargs)
-        if args.dataloader_num_workers:
-            atexit.register(_end_workers)
         self.data_index = self.layout.data_index(args.process_index)
         if self.model.config.tie_word_embeddings:
             # Checkpoints hold tied weights once. The Trainer would warn of them as missing; so named, it ties them
@@ -76,10 +68,7 @@ class RunTrainer(Trainer, TrainerCallback):
         return super().create_optimizer(model)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's.
-
-        A sharded model gets accelerate's autocast but neither its DDP nor its FSDP, which needs GPUs.
-        """
+        """As the Trainer's; a sharded model gets accelerate's autocast, but neither its DDP nor its FSDP."""
         if self.layout.sharded:
             for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
                 os.environ.pop(name, None)
@@ -114,10 +103,7 @@ class RunTrainer(Trainer, TrainerCallback):
         self.lr_scheduler.load_state_dict(scheduler)
 
     def stop(self, evaluation_due: bool) -> None:
-        """Make the Trainer save and leave its loop.
-
-        An evaluation that is due at this step is left to the resumed run.
-        """
+        """Make the Trainer save and leave its loop. An evaluation that is due stays for the resumed run."""
         self.stopped, self.evaluation_due = True, evaluation_due
         self.control.should_evaluate = False
         self.control.should_save = self.control.should_training_stop = True
@@ -166,26 +152,17 @@ class RunTrainer(Trainer, TrainerCallback):
 
     def _loader(self, dataset: Dataset, size: int) -> DataLoader:
         """Batches in the data set's order, dealt out to the processes that see different sequences."""
-        args = self.args
-        names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
-        return DataLoader(
-            dataset,
-            batch_sampler=_Turns(len(dataset), size, self.layout.data_processes, self.data_index),
-            collate_fn=self.data_collator,
-            worker_init_fn=_keep_worker,
-            **{name: getattr(args, f"dataloader_{name}") for name in names},
-        )
+        turns = _Turns(len(dataset), size, self.layout.data_processes, self.data_index)
+        settings = {"collate_fn": self.data_collator, "pin_memory": self.args.dataloader_pin_memory}
+        return DataLoader(dataset, batch_sampler=turns, **settings)
 
     def get_train_dataloader(self) -> DataLoader:
         return self._loader(self.train_dataset, self.args.per_device_train_batch_size)
 
     @torch.no_grad()
     def evaluate(self, *_, metric_key_prefix: str = "eval", **__) -> dict[str, float]:
-        """Return the mean loss over sequences, in nats a token, without label smoothing.
-
-        The sums of the batches are added in the batches' order, however many processes there are. The Trainer's own
-        loop divides by the tokens of all processes' batches, of which some may be shorter. A signal ends the
-        evaluation; a resumed run makes it again.
+        """Return the mean loss over sequences, in nats a token, without label smoothing. The batches' sums are added in
+        their order, however many processes there are. A signal ends the evaluation.
         """
         args, step = self.args, self.state.global_step
         loader, samples = self._loader(self.eval_dataset, args.per_device_eval_batch_size), len(self.eval_dataset)
@@ -224,11 +201,7 @@ class RunTrainer(Trainer, TrainerCallback):
 
 
 class _Turns(DistributedSampler):
-    """The batches of ``size`` consecutive samples that process ``index`` of ``processes`` gets: every one of them gets
-    as many.
-
-    The first batches are repeated where there are no more.
-    """
+    """Batches of ``size`` consecutive samples of process ``index``: all get as many, the first are repeated."""
 
     def __init__(self, samples: int, size: int, processes: int, index: int):
         super().__init__(range(math.ceil(samples / size)), processes, index, shuffle=False)
@@ -237,20 +210,3 @@ class _Turns(DistributedSampler):
     def __iter__(self) -> Iterator[list[int]]:
         for batch in super().__iter__():
             yield list(range(batch * self.size, min((batch + 1) * self.size, self.samples)))
-
-
-def _keep_worker(worker: int) -> None:
-    """For a data loader's worker: a SIGTERM to the process group leaves it alive until the step is finished."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _end_workers() -> None:
-    """Kill the data loaders' workers that still run when the process ends, after an error or because they are
-    persistent.
-
-    multiprocessing would send them SIGTERM, which they ignore, and wait for them forever.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a worker that was killed
-    for process in multiprocessing.active_children():
-        if process.daemon:
-            process.kill()

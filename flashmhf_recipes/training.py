@@ -1,8 +1,7 @@
 """Training with transformers' Trainer under the paper's settings: data to tokens, exact resumption, metrics.
 
-A run lives in one directory: run.json (its options), tokenizer/, data/ (tokens), checkpoint-N/, metrics.jsonl, loss.png
-and, once finished, the model itself; init/ holds the model that it started from, if any. Everything that a resumed run
-needs is there.
+A run's directory has run.json (its options), tokenizer/, data/ (tokens), checkpoint-N/, metrics.jsonl, loss.png, init/
+(a model that it started from) and at last the model: all that a resumed run needs.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Result:
-    """A finished run: its directory, the model's parameters, the last training loss and the held-out loss (nats a
-    token)."""
+    """A finished run: directory, parameters, steps, last training loss and held-out loss (nats a token)."""
 
     output: Path
     parameters: int
@@ -65,20 +63,16 @@ class Result:
 
 
 def first_process() -> bool:
-    """Whether this is the process that writes; launchers (torchrun, accelerate) set RANK before anything is
-    initialised."""
+    """Whether this is the process that writes; launchers set RANK before anything is initialised."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Result:
     """Train from the beginning. All options are checked before anything is written.
 
-    SIGTERM and SIGINT finish the step and save it where this runs in the main thread; then Stopped, a
-    KeyboardInterrupt, is raised.
-
-    A start that fails before its first step removes what it wrote, but for complete tokens, which
-    ``Options(tokens=output)`` uses. Raises ValueError (OptionError and DataError), FileExistsError where the directory
-    holds a run or other files of ours or another process works in it, TrainingError, Stopped.
+    In the main thread SIGTERM and SIGINT finish and save the step; then Stopped is raised. A start that fails before
+    its first step removes what it wrote, but for complete tokens. Raises ValueError (OptionError, DataError),
+    FileExistsError where the directory holds a run or another process works in it, TrainingError, Stopped.
     """
     options.refuse_unused()
     options = options.resolve()
@@ -108,15 +102,12 @@ def resume(
     output: str | Path, *, steps: int | None = None, tp: int | None = None, dp_shard: int | None = None,
     bar: bool = True, callbacks: Iterable = (),
 ) -> Result:  # fmt: skip
-    """Continue a run from its last complete checkpoint, with the options it was started with and the batches it would
-    have seen.
+    """Continue a run from its last complete checkpoint, with its options and the batches it would have seen.
 
-    ``steps`` is a new length of the whole run. The schedule then ends there: the learning rate of the next step changes
-    at once, and run.json records it. ``tp`` and ``dp_shard`` are another layout for this call, on any number of
-    processes: checkpoints hold whole tensors. Checkpoints that do not load are renamed, and the one before is taken.
-    Signals as in :func:`start`. Raises FileNotFoundError where there is no run, FileExistsError where another process
-    trains it, OptionError for ``steps`` that are done already, TrainingError when no checkpoint loads or the run is
-    finished and has none.
+    ``steps`` is a new length of the whole run: the schedule then ends there, and run.json records it. ``tp`` and
+    ``dp_shard`` are another layout for this call. Checkpoints that do not load are renamed. Raises FileNotFoundError
+    where there is no run, FileExistsError where another process trains it, OptionError for ``steps`` that are done,
+    TrainingError when no checkpoint loads.
     """
     output = Path(output)
     options, changes = _read_run(output)
@@ -191,17 +182,13 @@ def _change_of_steps(arguments: TrainingArguments, done: int, before: int, after
 @contextmanager
 def _locked(output: Path) -> Iterator[None]:
     """Hold the run's directory, on the process that writes. Raises FileExistsError that names the process which holds
-    it.
-
-    The kernel frees the lock with the process, however it ends; the file stays.
+    it. The kernel frees the lock with the process, however it ends; the file stays.
     """
     if not first_process():
         yield
         return
     output.mkdir(parents=True, exist_ok=True)
     with (output / LOCK).open("a+", encoding="utf-8") as file:
-        # a data loader's worker may outlive this process, and would hold the lock
-        os.register_at_fork(after_in_child=file.close)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # EWOULDBLOCK, EAGAIN
@@ -216,8 +203,7 @@ def _locked(output: Path) -> Iterator[None]:
 
 
 def _refuse_occupied(output: Path, options: Options) -> None:
-    """Raise FileExistsError for a directory with a run, or with anything that a run would take for its own but its
-    tokens."""
+    """Raise FileExistsError for a directory with a run, or with anything else that a run would overwrite."""
     if (output / RUN).exists():
         raise FileExistsError(f"{output} holds a run already; continue it with resume or choose another output")
     ours = [TOKENIZER, DATA] if not options.tokens or Path(options.tokens) != output.absolute() else []
@@ -262,8 +248,7 @@ def _train(
     options: Options, arguments: TrainingArguments, bar: bool, callbacks: Iterable, signals: StopSignals,
     checkpoint: Path | None, trained: tuple[PreTrainedModel, object] | None = None,
 ) -> Result:  # fmt: skip
-    """Train with checked options from ``checkpoint`` on; ``trained`` is what :func:`_load_trained` returns, if it was
-    called already."""
+    """Train from ``checkpoint`` on; ``trained`` is what :func:`_load_trained` returned, if it was called already."""
     output, bar = Path(options.output), bar and first_process()
     with arguments.main_process_first(local=False, desc="preparing data"):
         wanted = [DATA, INIT] if options.init_from else [DATA]
@@ -290,20 +275,12 @@ def _train(
     recorder = metrics.MetricsCallback(output, options.batch * options.length, flops, peak, bar)
     with naming("arguments", options):  # what transformers looks at only now
         trainer = RunTrainer(
-            options=options,
-            checkpoint=checkpoint,
-            signals=signals,
-            model=model,
-            args=arguments,
+            options=options, checkpoint=checkpoint, signals=signals, model=model, args=arguments,
             train_dataset=data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed),
             eval_dataset=None if eval_tokens is None else data.Blocks(eval_tokens, options.length),
-            data_collator=default_data_collator,
-            processing_class=tokenizer,
-            callbacks=[recorder, *callbacks],
-        )
+            data_collator=default_data_collator, processing_class=tokenizer, callbacks=[recorder, *callbacks],
+        )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
-    if bar:
-        tqdm.write(options.accumulation(arguments.world_size))
     with checkpoints.writing(lambda: checkpoints.cut_off(output)):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     steps = trainer.state.global_step
@@ -336,8 +313,7 @@ def _whole(directory: Path) -> Iterator[Path]:
 
 
 def prepare(options: Options, bar: bool) -> None:
-    """Make the tokens of resolved options in the run's directory, and the tokenizer if it has none: trained, loaded or
-    another run's."""
+    """Make the run's tokens, and the tokenizer if it has none: trained, loaded or another run's."""
     output = Path(options.output)
     if options.tokens is not None:
         return _take_tokens(Path(options.tokens), output)
@@ -350,11 +326,8 @@ def prepare(options: Options, bar: bool) -> None:
         else:
             documents = data.hosted(options.dataset, options.split, options.text_field, options.seed)
         if not (output / TOKENIZER).exists():
-            made = (
-                load_tokenizer(options.tokenizer)
-                if options.tokenizer
-                else train_tokenizer(documents, options.vocab_size, bar)
-            )
+            given = options.tokenizer
+            made = load_tokenizer(given) if given else train_tokenizer(documents, options.vocab_size, bar)
             _save_tokenizer(made, output)
         trained = options.steps * options.batch * options.length
         wanted = math.ceil(trained / (1 - options.eval_fraction)) + options.length
@@ -365,8 +338,7 @@ def prepare(options: Options, bar: bool) -> None:
 
 
 def _take_tokens(source: Path, output: Path) -> None:
-    """Link or copy the tokens and the tokenizer of the run ``source`` into ``output``, which then needs ``source`` no
-    more."""
+    """Link or copy the tokens and the tokenizer of the run ``source``, which ``output`` then needs no more."""
     if not (source / DATA / data.MANIFEST).exists():
         raise DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
     tokenizer = load_tokenizer(str(source / TOKENIZER))

@@ -176,10 +176,6 @@ def test_the_micro_batch_follows_the_processes(batch, bound, processes, expected
     """The batch is what was asked for on any number of processes, and no device gets more at once than it may."""
     options = resolved(batch=batch, micro_batch=bound)
     assert options.micro_batch_for(processes) == expected
-    assert (
-        f"a step: {batch} sequences of 128 tokens = {batch * 128:,} tokens; {expected} sequences at once"
-        in options.accumulation(processes)
-    )
 
 
 def test_a_batch_that_the_processes_do_not_divide():

@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -121,35 +120,6 @@ def test_a_signal_finishes_the_step_and_saves(number, event, step, saved, save_s
             training.resume(output, bar=False, callbacks=[signals(number, event, step)])
     training.resume(output, bar=False)
     same_run(output, expected)
-
-
-@pytest.mark.slow
-def test_a_signal_to_the_process_group_leaves_data_loaders_alive(text, expected, tmp_path):
-    """Batch systems signal every process of a job."""
-
-    def signal_all(**_):
-        workers = [str(process.pid) for process in multiprocessing.active_children()]
-        subprocess.run(["kill", "-TERM", *workers, str(os.getpid())], check=True)  # torch's workers heed who sends it
-        assert len(workers) == 2
-        time.sleep(0.5)
-
-    output, run = tmp_path / "run", options(tmp_path / "run", text, arguments={"dataloader_num_workers": 2}, **HELD_OUT)
-    with pytest.raises(training.Stopped, match="after step 7"):
-        training.start(run, bar=False, callbacks=[At("on_step_begin", 6, signal_all)])
-    training.resume(output, bar=False)
-    same_run(output, expected)
-
-
-def test_an_error_ends_the_process_with_its_data_loaders(text, tmp_path):
-    """They ignore the SIGTERM by which multiprocessing ends them, and it waited for them."""
-    program = (
-        "import sys; from lm_runs import *; run = options(*sys.argv[1:], arguments={'dataloader_num_workers': 1}); "
-    )
-    program += "training.start(run, bar=False, callbacks=[At('on_step_end', 2, lambda **_: 1 / 0)])"
-    done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "run", text], env=environment(), capture_output=True, timeout=60
-    )
-    assert done.returncode == 1 and done.stderr.endswith(b"ZeroDivisionError: division by zero\n")
 
 
 def test_an_ignored_signal_stays_ignored(text, tmp_path):
