@@ -12,11 +12,9 @@ from .write_readme import Layers, Records
 ROOT = Path(__file__).resolve().parents[1]
 OURS, OTHERS = "#3949ab", "#9e9e9e"
 NAMES = {
-    "flashmhf_hopper": "flashmhf",
-    "swiglu_compiled": "SwiGLU, compiled",
-    "swiglu": "SwiGLU, eager",
+    "flashmhf_hopper": "flashmhf", "swiglu_compiled": "SwiGLU, compiled", "swiglu": "SwiGLU, eager",
     "official": "official Triton kernel",
-}
+}  # fmt: skip
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "flashmhf", "font.family": "sans-serif", "font.size": 9}
 
 
@@ -51,9 +49,7 @@ def overview(layers: Layers, length: int = 4032) -> Figure:
 
 
 def speedup(layers: Layers) -> Figure:
-    """Draw how many times faster 20 FlashMHF layers are than 24 SwiGLU layers, for decode and prefill, by the number of
-    tokens.
-    """
+    """Draw how many times faster 20 FlashMHF layers are than 24 SwiGLU layers, by the number of tokens."""
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()
     for other, style in (("swiglu_compiled", "-"), ("swiglu", "--")):

@@ -75,11 +75,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="PREFIX",
+        "--out", type=Path, metavar="PREFIX",
         help="write PREFIX_DEVICE.json, with the number of ranks before the device",
-    )
+    )  # fmt: skip
     parser.add_argument("--smoke", action="store_true", help="CPU and gloo, tiny")
     parser.add_argument("--steps", type=int, default=12, help="of train, without the first ones that do not count (12)")
     parser.add_argument("--length", type=int, help="tokens of a sequence of train (4096)")
@@ -113,7 +111,6 @@ class Job:
 
     def milliseconds(self, call: Callable[[], object]) -> float:
         """A call's time, the median of ROWS rows of PASSES calls, of the slowest process; all make it at the same time.
-
         The calls of a row follow each other without waiting for the device, as the layers of a model do.
         """
         for _ in range(3):
@@ -238,13 +235,9 @@ def compiled(job: Job) -> Iterator[dict]:
         ms = job.milliseconds(call)
         fused = sorted(set(re.findall(r"symm_mem\.(fused_\w+)", "".join(code))))
         row = {
-            "part": "compiled",
-            "tp": job.ranks,
-            "subject": name,
-            "status": "ok",
-            "ms": {"p50": ms},
+            "part": "compiled", "tp": job.ranks, "subject": name, "status": "ok", "ms": {"p50": ms},
             "x_one": alone / ms,
-        }
+        }  # fmt: skip
         yield row | {"fused_operators": fused}
 
 
@@ -262,13 +255,9 @@ def collectives(job: Job) -> Iterator[dict]:
             ms = job.milliseconds(call)
             sent = ways * mib * MIB * (job.ranks - 1) / job.ranks
             yield {
-                "part": "collectives",
-                "mib": mib,
-                "subject": name,
-                "status": "ok",
-                "ms": {"p50": ms},
+                "part": "collectives", "mib": mib, "subject": name, "status": "ok", "ms": {"p50": ms},
                 "gb_per_s": sent / ms / 1e6,
-            }
+            }  # fmt: skip
 
 
 # Training
@@ -321,18 +310,12 @@ def process(rank: int, folder: Path, options: argparse.Namespace, parts: list[st
     try:
         job = Job(rank, options)
         dist.init_process_group(
-            "nccl" if job.gpu else "gloo",
-            init_method=f"file://{folder / parts[0]}.store",
-            rank=rank,
-            world_size=options.ranks,
-            device_id=job.device if job.gpu else None,
-            timeout=TIMEOUT,
-        )
+            "nccl" if job.gpu else "gloo", init_method=f"file://{folder / parts[0]}.store", rank=rank,
+            world_size=options.ranks, device_id=job.device if job.gpu else None, timeout=TIMEOUT,
+        )  # fmt: skip
         if rank == 0:
-            write(
-                folder / "environment.json",
-                environment.describe(job.device) | {"variables": ENVIRONMENT, "ranks": options.ranks},
-            )
+            where = environment.describe(job.device) | {"variables": ENVIRONMENT, "ranks": options.ranks}
+            write(folder / "environment.json", where)
         for part in parts:
             rows = []
             for row in globals()[part](job):

@@ -27,9 +27,7 @@ def bound(flops: int, moved: int, tflops: int) -> str:
 
 
 def described(options: argparse.Namespace) -> str:
-    """The plan as lines "name  value", and the candidates that the planner compares. Raises ValueError for what has no
-    kernel.
-    """
+    """The plan as lines "name  value", and the candidates. Raises ValueError for what has no kernel."""
     from flashmhf import _plan
 
     heads, kv_heads = options.H, options.kv_heads or options.H

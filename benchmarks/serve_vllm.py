@@ -24,11 +24,7 @@ from pathlib import Path
 MODELS = {  # name: preset, its sizes, vLLM's quantization or the record in the configuration
     "llama-24": ("swiglu-1.3b", {}, None),
     "flashmhf-20": ("flashmhf-1.3b", {}, None),
-    "flashmhf-21": (
-        "flashmhf-1.3b",
-        {"num_hidden_layers": 21, "ffn_num_subnets": 14, "intermediate_size": 14 * 384},
-        None,
-    ),
+    "flashmhf-21": ("flashmhf-1.3b", dict(num_hidden_layers=21, ffn_num_subnets=14, intermediate_size=14 * 384), None),
     "llama-24-fp8": ("swiglu-1.3b", {}, "fp8"),
     "flashmhf-20-fp8": ("flashmhf-1.3b", {}, "stored"),
 }
@@ -84,16 +80,10 @@ def measure(name: str, directory: Path, decode: tuple[int, ...], new: int, round
     torch.manual_seed(0)
     quantization = MODELS[name][2]
     settings = {
-        "model": str(directory),
-        "dtype": "bfloat16",
-        "load_format": "dummy",
-        "quantization": None if quantization == "stored" else quantization,
-        "skip_tokenizer_init": True,
-        "enable_prefix_caching": False,
-        "max_model_len": LONG + 1,
-        "max_num_seqs": 256,
-        "max_num_batched_tokens": 8192,
-    }
+        "model": str(directory), "dtype": "bfloat16", "load_format": "dummy",
+        "quantization": None if quantization == "stored" else quantization, "skip_tokenizer_init": True,
+        "enable_prefix_caching": False, "max_model_len": LONG + 1, "max_num_seqs": 256, "max_num_batched_tokens": 8192,
+    }  # fmt: skip
     started = time.perf_counter()
     engine = LLMEngine.from_engine_args(EngineArgs(**settings, disable_log_stats=True))
     record = {"model": name, "quantization": quantization, "start_s": round(time.perf_counter() - started, 1)}

@@ -36,9 +36,8 @@ FASTER = "speed ÷ SwiGLU's"  # the one direction of every ratio: above 1 FlashM
 
 
 class Records:
-    """The records below ``root``, by the part of their name before the device.
-
-    Where decode has a record of its own, the rows of ``layer`` for decode are those of it.
+    """The records below ``root``, by the part of their name before the device. Where decode has a record of its own,
+    the rows of ``layer`` for decode are those of it.
     """
 
     def __init__(self, root: pathlib.Path):
@@ -64,9 +63,7 @@ class Records:
         return record if record["environment"]["flashmhf"] == flashmhf.__version__ else None
 
     def several_gpus(self, part: str) -> dict[int, dict]:
-        """Number of GPUs -> the record of so many GPUs of one host, which `benchmarks.distributed` writes, of those
-        that have ``part``.
-        """
+        """Number of GPUs of one host -> the record of `benchmarks.distributed`, of those that have ``part``."""
         found = {}
         for path in (p for device in reversed(DEVICES) for p in self.folder.glob(f"distributed_x*_{device}.json")):
             record = self.read(path.name)
@@ -78,9 +75,7 @@ class Records:
 
 
 def by(rows: list[dict], *names: str) -> dict[tuple, dict[str, dict]]:
-    """Subject -> row, for each combination of what ``names`` have, in the rows' order; rows without a number are left
-    out.
-    """
+    """Subject -> row, for each combination of ``names``, in the rows' order; rows without a number are left out."""
     found: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         if row["status"] == "ok":
@@ -437,10 +432,7 @@ def several_gpus_module(records: Records) -> str:
 
 
 def _without_e4m3_projections(record: dict) -> list[dict]:
-    """Return a record's rows.
-
-    Of an older one, which has FP8 networks with projections in e4m3, too, those with 16-bit ones alone.
-    """
+    """Return a record's rows; of an older one those with 16-bit projections alone."""
     kept = {row["subject"].removesuffix(KEPT) for row in record["rows"] if row["subject"].endswith(KEPT)}
     rows = (row for row in record["rows"] if row["subject"] not in kept)
     return [row | {"subject": row["subject"].removesuffix(KEPT)} for row in rows]

@@ -1,17 +1,12 @@
 """Trains the networks of a queue one after another on the tokens of corpus.py.
 
-    $ python experiments/compare.py QUEUE --tokens DIR --out RUNS [--minutes 8.5]
-    $ for gpu in 0 1; do CUDA_VISIBLE_DEVICES=$gpu python experiments/compare.py ... & done; wait      # side by side
+$ python experiments/compare.py QUEUE --tokens DIR --out RUNS [--minutes 8.5]
 
 A queue is a JSON file: {"defaults": settings, "runs": [settings, ...]}, settings being the fields of Run. A call takes
-the first run that nobody holds (by a file lock, which a killed process gives back) and nobody has finished. A finished
-run is one line of RUNS/runs.jsonl (see ``record``), which names the commit at which it can be repeated. A run that is
-not finished when the minutes are over, or is killed, goes on from RUNS/NAME.state in the next call, with the losses of
-a run without the break.
-
-Networks of one size have equal parameters beside the embedding (checked, 1 %) and see equal batches. The model is that
-of flashmhf.models (a test compares their losses) without transformers around it, so that one compiled block serves all
-layers.
+the first run that nobody holds (by a file lock) or has finished, several at once one each. A finished run is a line of
+RUNS/runs.jsonl, which names its commit. A run that is stopped goes on from RUNS/NAME.state in the next call, with the
+same losses. Networks of one size have equal parameters beside the embedding (1 %) and see equal batches. The model is
+that of flashmhf.models without transformers around it, so that one compiled block serves all layers.
 """
 
 from __future__ import annotations
@@ -232,10 +227,8 @@ class Tokens:
 
 
 def validate(run: Run, model: Model, tokens: Tokens, autocast, sample: int | None = None) -> dict[str, float]:
-    """Mean losses by kind and, as "all", of all their tokens, in windows of the context side by side.
-
-    ``sample`` windows of each kind, evenly spaced, or all of them. The last batch of a kind stays out where it is not
-    full.
+    """Mean losses by kind and, as "all", of all tokens, in ``sample`` windows a kind, evenly spaced, or all. The last
+    batch of a kind stays out where it is not full.
     """
     sums, counts = {}, {}
     for kind, text in tokens.validation.items():
@@ -289,9 +282,8 @@ def load(path: Path, run: Run, model: Model, optimizer: torch.optim.Optimizer, d
 
 
 def train(run: Run, tokens: Tokens, device: str, state: Path, deadline: float, compiled: bool) -> dict[str, object]:
-    """Train one network, from ``state`` on where that file is there; return its losses and speed.
-
-    Raises TimeUpError past the deadline, after saving ``state``. The caller removes it when the result is recorded.
+    """Train one network, from ``state`` on if there is one; return its losses and speed. Raises TimeUpError past the
+    deadline, after saving ``state``.
     """
     model = make_model(run, tokens.stored["vocabulary"], device)
     if compiled:
@@ -352,24 +344,17 @@ def train(run: Run, tokens: Tokens, device: str, state: Path, deadline: float, c
     losses = validate(run, model, tokens, autocast)
     speed = round(progress.timed * run.batch_tokens / progress.seconds) if progress.timed else None
     return {
-        "losses": progress.losses.tolist(),
-        "norms": progress.norms.tolist(),
-        "non_embedding": model.non_embedding,
-        "evaluations": progress.evaluations,
-        "validation_loss": losses.pop("all"),
-        "validation": losses,
-        "tokens_per_second": speed,
-        "seconds": round(time.monotonic() - begin, 2),
-        "peak_memory": memory,
-    }
+        "losses": progress.losses.tolist(), "norms": progress.norms.tolist(), "non_embedding": model.non_embedding,
+        "evaluations": progress.evaluations, "validation_loss": losses.pop("all"), "validation": losses,
+        "tokens_per_second": speed, "seconds": round(time.monotonic() - begin, 2), "peak_memory": memory,
+    }  # fmt: skip
 
 
 # The queue
 
 
 def record(run: Run, result: dict[str, object], device: str, commit: str, tokens: Tokens) -> dict[str, object]:
-    """The line of a run: configuration, versions, mean training loss and gradient norm of every ``every`` steps,
-    evaluations, result."""
+    """The line of a run: configuration, versions, mean loss and norm of every ``every`` steps, evaluations, result."""
     every = max(10, run.steps // 100)
     means = {
         name: [round(float(np.mean(result[name][begin : begin + every])), 4) for begin in range(0, run.steps, every)]
@@ -377,16 +362,12 @@ def record(run: Run, result: dict[str, object], device: str, commit: str, tokens
     }
     packages = {"flashmhf": flashmhf.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
     return {
-        "run": run.name,
-        "configuration": dataclasses.asdict(run),
-        "commit": commit,
+        "run": run.name, "configuration": dataclasses.asdict(run), "commit": commit,
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
         "versions": packages | {"python": platform.python_version()},
-        "corpus": {"tokenizer_sha256": tokens.stored["tokenizer_sha256"], "pieces": len(tokens.pieces)},
-        "every": every,
-        **result,
-        **means,
-    }
+        "corpus": {"tokenizer_sha256": tokens.stored["tokenizer_sha256"], "pieces": len(tokens.pieces)}, "every": every,
+        **result, **means,
+    }  # fmt: skip
 
 
 def finished_runs(files: Iterable[Path]) -> dict[str, dict]:

@@ -114,17 +114,14 @@ def _most_seeds_then_lowest(row: Row) -> tuple[int, float]:
 
 
 def best(found: Iterable[Row], ffn: str, size: str) -> Row | None:
-    """Return the row of a network and size to compare with: of those with the most seeds, the one with the lowest mean
-    loss.
-    """
+    """Return the row of a network and size to compare with: most seeds, then the lowest mean loss."""
     candidates = [row for row in found if row.configuration["ffn"] == ffn and row.configuration["size"] == size]
     return min(candidates, key=_most_seeds_then_lowest, default=None)
 
 
 def pairs(found: list[Row]) -> list[tuple[Row, Row]]:
-    """Return FlashMHF's and SwiGLU's best row of each size that has both with a common seed.
-
-    After it come FlashMHF's rows of other depths in the same settings.
+    """Return FlashMHF's and SwiGLU's best row of each size that has both with a common seed. After it come FlashMHF's
+    rows of other depths in the same settings.
     """
     chosen = []
     for size in size_order(found):
@@ -269,9 +266,7 @@ def short_block(found: list[Row]) -> str:
 
 
 def _rate(row: Row) -> str:
-    """The learning rate, whether it ends at zero, by which factors parts of the network differ from it, and what else
-    is unusual.
-    """
+    """The learning rate, whether it ends at zero, factors of parts of the network, and what else is unusual."""
     settings = row.configuration
     parts = {"projections": settings["rates"].get("projection", 1.0), "K, U and V": settings["rates"].get("k", 1.0)}
     factors = "".join(f", {part} x {factor:g}" for part, factor in parts.items() if factor != 1.0)
@@ -299,15 +294,9 @@ def long_block(found: list[Row]) -> str:
         name = network(row) + ", AdamW" * (row.configuration["optimizer"] == "adamw")
         networks.setdefault((row.configuration["size"].partition(",")[0], name), []).append(row)
     header = [
-        "size",
-        "network",
-        "best setting (learning rate)",
-        "loss",
-        "other settings: loss",
-        "seeds",
-        "million tokens/s",
+        "size", "network", "best setting (learning rate)", "loss", "other settings: loss", "seeds", "million tokens/s",
         "memory, GiB",
-    ]
+    ]  # fmt: skip
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for (size, name), of_network in networks.items():
         best_row, *others = sorted(of_network, key=_most_seeds_then_lowest)
@@ -315,15 +304,9 @@ def long_block(found: list[Row]) -> str:
         tried = "; ".join(f"{_rate(row)}: {row.mean:.3f}" for row in others) or "–"
         memory = f"{best_row.records[0]['peak_memory'] / 2**30:.1f}"
         cells = [
-            size,
-            name,
-            _rate(best_row),
-            f"{best_row.mean:.3f}",
-            tried,
-            str(len(best_row.losses)),
-            _speeds(records),
+            size, name, _rate(best_row), f"{best_row.mean:.3f}", tried, str(len(best_row.losses)), _speeds(records),
             memory,
-        ]
+        ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

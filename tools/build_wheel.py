@@ -36,9 +36,7 @@ def run(*command: object, **variables: str) -> None:
 
 
 def build(folder: Path, library: Path | None, machine: str) -> Path:
-    """The wheel as setuptools names it, made from the sdist: nothing that an earlier build left in the source tree gets
-    into it.
-    """
+    """The wheel as setuptools names it, made from the sdist: nothing of an earlier build gets into it."""
     variables = {"FLASHMHF_WHEEL": "1"}
     if library is not None:
         variables["FLASHMHF_LIBRARY"] = str(library.resolve())
@@ -52,9 +50,8 @@ def build(folder: Path, library: Path | None, machine: str) -> Path:
 
 
 def repair(wheel: Path, folder: Path, machine: str) -> Path:
-    """The wheel under the name manylinux_2_28; auditwheel fails where the library needs a newer system.
-
-    auditwheel takes a platform's name for its own machine only. For another it finds the oldest system that serves.
+    """The wheel under the name manylinux_2_28; auditwheel fails where the library needs a newer system. auditwheel
+    takes a platform's name for its own machine only. For another it finds the oldest system that serves.
     """
     platform_name = f"manylinux_2_28_{machine}" if machine == platform.machine() else "auto"
     excluded = [argument for name in FROM_TORCH for argument in ("--exclude", name)]

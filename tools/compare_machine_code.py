@@ -84,11 +84,9 @@ def compare(
             equal.append((candidates[0], name))
     different = [(name, name) for name in new_left if name in old_left]
     return (
-        equal,
-        different,
-        [name for name in old_left if name not in new],
+        equal, different, [name for name in old_left if name not in new],
         [name for name in new_left if name not in old],
-    )
+    )  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -32,13 +32,9 @@ def measure(harness: str, shape: tuple[int, ...], kind: str) -> dict:
     plans = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     taken, best = plans[0]["us"], min(plans, key=lambda plan: plan["us"])
     return {
-        "format": kind,
-        **sizes,
-        "taken_us": taken,
-        "regret": round(taken / best["us"], 3),
-        "best": best,
+        "format": kind, **sizes, "taken_us": taken, "regret": round(taken / best["us"], 3), "best": best,
         "plans": plans,
-    }
+    }  # fmt: skip
 
 
 def main(harness: str, out: str) -> int:

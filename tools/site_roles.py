@@ -1,6 +1,4 @@
-"""Hooks of mkdocs: the home page shows README's offer; docstrings name code by Sphinx's roles, such as :func:`gate`,
-which Markdown would print.
-"""
+"""Hooks of mkdocs: the home page shows README's offer; Sphinx's roles in docstrings become code."""
 
 import re
 from pathlib import Path

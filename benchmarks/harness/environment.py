@@ -1,6 +1,4 @@
-"""Where a result was measured: device, driver, versions, power limit, clocks, command and commit. No host names, no
-paths.
-"""
+"""Where a result was measured: device, driver, versions, clocks, command, commit. No host names, no paths."""
 
 from __future__ import annotations
 
@@ -21,14 +19,9 @@ import flashmhf
 
 PACKAGES = ("torch", "triton", "liger-kernel", "transformers")
 _FIELDS = {
-    "driver_version": "driver",
-    "power.limit": "power_limit_w",
-    "clocks.sm": "sm_mhz",
-    "clocks.mem": "memory_mhz",
-    "clocks.max.sm": "sm_max_mhz",
-    "power.draw": "power_w",
-    "temperature.gpu": "temperature_c",
-}
+    "driver_version": "driver", "power.limit": "power_limit_w", "clocks.sm": "sm_mhz", "clocks.mem": "memory_mhz",
+    "clocks.max.sm": "sm_max_mhz", "power.draw": "power_w", "temperature.gpu": "temperature_c",
+}  # fmt: skip
 
 
 def _version(package: str) -> str | None:
@@ -71,9 +64,7 @@ def short_device(name: str) -> str:
 
 
 def command(arguments: list[str] | None = None) -> str:
-    """The command line of this process, with absolute paths cut to their last part and without the interpreter's
-    folder.
-    """
+    """The command line of this process, with absolute paths cut to their last part."""
     script, *rest = sys.argv if arguments is None else arguments
     path = pathlib.Path(script)
     if path.name == "__main__.py":
@@ -88,9 +79,7 @@ def command(arguments: list[str] | None = None) -> str:
 
 
 def commit() -> str | None:
-    """The commit that this package is a checkout of, with "+" for uncommitted changes; without a repository
-    $FLASHMHF_COMMIT, or None.
-    """
+    """The commit, with "+" for uncommitted changes; without a repository $FLASHMHF_COMMIT, or None."""
     root = pathlib.Path(flashmhf.__file__).parents[1]
     if not (root / ".git").exists():
         return os.environ.get("FLASHMHF_COMMIT")

@@ -16,9 +16,8 @@ def table(header: list[str], rows: list[list[str]], words: tuple[int, ...] = ())
 
 
 def with_block(text: str, name: str, block: str, writer: str) -> str:
-    """``text`` with what stands between the markers of ``name`` and ``writer`` replaced by ``block``.
-
-    The markers are ``<!-- NAME: begin (WRITER) -->`` and ``<!-- NAME: end -->``. Raises ValueError if one is missing.
+    """``text`` with what stands between the markers of ``name`` and ``writer`` replaced by ``block``. The markers are
+    ``<!-- NAME: begin (WRITER) -->`` and ``<!-- NAME: end -->``. Raises ValueError if one is missing.
     """
     begin, end = f"<!-- {name}: begin ({writer}) -->", f"<!-- {name}: end -->"
     before, found, rest = text.partition(begin)

@@ -56,9 +56,8 @@ class Context:
 
 @dataclass
 class Prepared:
-    """A subject that passed its check. run: one pass, of ``calls`` calls. row: the subject's figures so far.
-
-    ``flops`` and ``bytes`` of the row, of one call, become rates.
+    """A subject that passed its check. run: one pass, of ``calls`` calls. row: the subject's figures so far. ``flops``
+    and ``bytes`` of the row, of one call, become rates.
     """
 
     run: timing.Pass
@@ -121,10 +120,7 @@ class Cell:
     def _interleaved(
         self, ready: dict[str, Prepared], rows: dict[str, dict], context: Context
     ) -> dict[str, list[float]]:
-        """Seconds of the passes of all subjects.
-
-        One whose call fails gets a reason in its row, and the others are timed anew.
-        """
+        """Seconds of all subjects' passes. One whose call fails gets a reason, and the others are timed anew."""
         runs = {name: prepared.run for name, prepared in ready.items()}
         while runs:
             names = iter(runs)
@@ -142,12 +138,9 @@ class Cell:
             try:
                 timing.warm_up(passes[current], context.timer, context.cell_warm_up_seconds)
                 return timing.interleave(
-                    passes,
-                    context.timer,
-                    context.rounds,
-                    self.window_scale * context.window_seconds,
+                    passes, context.timer, context.rounds, self.window_scale * context.window_seconds,
                     context.settle_seconds,
-                )
+                )  # fmt: skip
             except Exception as error:
                 rows[current] |= {"status": "failed", "reason": reason(error)}
                 del runs[current]
@@ -205,9 +198,7 @@ def product(device: torch.device) -> timing.Pass:
 
 
 def yardstick(context: Context) -> dict[str, object]:
-    """TFLOP/s of the product, GB/s of a copy (bytes read plus bytes written), and the sensors just after them; empty on
-    a CPU.
-    """
+    """TFLOP/s of the product, GB/s of a copy (read and written), and the sensors after them; empty on a CPU."""
     if context.device.type != "cuda":
         return {}
     run = product(context.device)

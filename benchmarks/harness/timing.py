@@ -75,9 +75,7 @@ def passes_for(run: Pass, timer, window_seconds: float) -> int:
 
 
 def repeated(run: Pass, timer, at_least_seconds: float) -> tuple[Pass, int]:
-    """A pass of so many calls of ``run`` that it takes ``at_least_seconds``, since recording an event takes
-    microseconds; the calls.
-    """
+    """A pass of so many calls that it takes ``at_least_seconds``: recording an event takes microseconds."""
     calls = math.ceil(at_least_seconds / max(timer.window(run, 2)[-1], 1e-7))
 
     def several() -> None:
@@ -88,10 +86,7 @@ def repeated(run: Pass, timer, at_least_seconds: float) -> tuple[Pass, int]:
 
 
 def warm_up(run: Pass, timer, seconds: float) -> float:
-    """Runs for at least ``seconds``, then until two windows agree, at most ``3 * seconds``.
-
-    Returns the seconds spent.
-    """
+    """Runs at least ``seconds``, then until two windows agree, at most ``3 * seconds``. Returns the seconds."""
     passes = passes_for(run, timer, seconds / 8)
     start, before = time.perf_counter(), None
     while (elapsed := time.perf_counter() - start) < 3 * seconds:
@@ -105,9 +100,8 @@ def warm_up(run: Pass, timer, seconds: float) -> float:
 def interleave(
     runs: Mapping[str, Pass], timer, rounds: int, window_seconds: float, settle_seconds: float = 0.0
 ) -> dict[str, list[float]]:
-    """Seconds of every pass of every subject.
-
-    In every round a subject runs ``settle_seconds`` that do not count, then ``window_seconds`` that do.
+    """Seconds of every pass of every subject. In every round a subject runs ``settle_seconds`` that do not count, then
+    ``window_seconds`` that do.
     """
     passes = {name: passes_for(run, timer, window_seconds) for name, run in runs.items()}
     uncounted = {name: passes_for(run, timer, settle_seconds) if settle_seconds else 0 for name, run in runs.items()}
@@ -139,9 +133,7 @@ def graphed(run: Pass) -> Pass:
 
 
 def peak_memory(run: Pass, device: torch.device) -> int | None:
-    """Bytes that a second ``run`` needs at its peak beyond what is allocated before it; None where PyTorch's allocator
-    keeps no peak.
-    """
+    """Bytes that a second ``run`` needs at its peak beyond those before it; None where none is kept."""
     if device.type != "cuda":
         return None
     run()
@@ -155,7 +147,6 @@ def peak_memory(run: Pass, device: torch.device) -> int | None:
 
 def peak_tensor_bytes(run: Pass) -> int:
     """Bytes of CPU tensors that a second ``run`` holds at its peak, added up from the profiler's allocations and frees.
-
     Exact, but the profiler starts slowly and prints to stderr.
     """
     run()

@@ -1,6 +1,4 @@
-"""Steps of language-model training: a preset's model with the recipe's layout and optimizer groups, one batch after the
-other.
-"""
+"""Steps of language-model training: a preset's model with the recipe's layout and optimizer groups."""
 
 from __future__ import annotations
 
@@ -26,9 +24,8 @@ ALONE = Layout(1, 1, 1)
 
 
 def sizes_of(subject: str, scale: str) -> tuple[str, dict[str, int]]:
-    """The preset of a subject, and the sizes in which it differs.
-
-    "flashmhf 21 layers" has as many sub-networks as bring its parameters nearest to the preset's.
+    """The preset of a subject, and the sizes in which it differs. "flashmhf 21 layers" has as many sub-networks as
+    bring its parameters nearest to the preset's.
     """
     ffn, *words = subject.split()
     name, layers = f"{ffn}-{scale}", next((int(word) for word in words if word.isdigit()), None)
@@ -92,9 +89,7 @@ class Training:
         )
 
     def step(self, batch: torch.Tensor) -> torch.Tensor:
-        """The loss of ``batch`` [sequences, length], the same on all processes; each process computes its share of the
-        sequences.
-        """
+        """The loss of ``batch`` [sequences, length], of which each process computes its share; the same on all."""
         rank = dist.get_rank() if self.processes > 1 else 0
         mine = batch.chunk(self.layout.data_processes)[self.layout.data_index(rank)].to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16):
@@ -135,9 +130,7 @@ class Training:
 
 
 def batches(vocabulary: int, sequences: int, length: int, steps: int) -> Iterator[torch.Tensor]:
-    """The same on every process: words of a Zipf distribution, each sequence half of them said twice, so that there is
-    much to learn.
-    """
+    """The same on every process: Zipf words, each sequence half of them said twice, so that there is much to learn."""
     generator = torch.Generator().manual_seed(1)
     frequencies = 1 / torch.arange(1, vocabulary + 1, dtype=torch.float64)
     for _ in range(steps):
@@ -148,17 +141,12 @@ def batches(vocabulary: int, sequences: int, length: int, steps: int) -> Iterato
 
 
 def open_communication(training: Training, batch: torch.Tensor) -> dict[str, float]:
-    """Milliseconds of one further step in which collectives run, and in which they run alone, without another kernel
-    beside them.
-    """
+    """Milliseconds of a further step in which collectives run, and in which no other kernel does."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         training.step(batch)
         torch.cuda.synchronize()
-    kernels = [
-        event
-        for event in profile.profiler.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA
-    ]
+    events, cuda = profile.profiler.kineto_results.events(), torch.autograd.DeviceType.CUDA
+    kernels = [event for event in events if event.device_type() == cuda]
     spans = {True: [], False: []}
     for event in kernels:
         spans["nccl" in event.name().lower()].append((event.start_ns(), event.start_ns() + event.duration_ns()))

@@ -1,3 +1,1 @@
-"""What can be measured: each module has ``add_options(parser)`` and ``cells(options, context)``, and may have
-``report(record)``.
-"""
+"""What can be measured: modules with ``add_options(parser)``, ``cells(options, context)`` and perhaps ``report``."""

@@ -56,9 +56,7 @@ class ScaledLinear(nn.Module):
 
 
 class Fp8SwiGLU(nn.Module):
-    """SwiGLU with all weights in e4m3 and scales for rows: two products of ``torch._scaled_mm``, as gate and up
-    projection are one.
-    """
+    """SwiGLU with all weights in e4m3 and scales for rows: two products of ``torch._scaled_mm``."""
 
     def __init__(self, plain: flashmhf.SwiGLU) -> None:
         super().__init__()
@@ -133,13 +131,9 @@ def operator_cell(head_dim: int, tokens: int) -> Cell:
     subjects = {"fp8": fp8, "16 bits": plain} | ({"swiglu fp8": swiglu} if head_dim == 128 else {})
     row = {"part": "operator", "d_h": head_dim, "T": tokens}
     return Cell(
-        row,
-        subjects,
-        make,
-        product=True,
-        faster_than={name: (name, 1.0) for name in subjects if name != "fp8"},
+        row, subjects, make, product=True, faster_than={name: (name, 1.0) for name in subjects if name != "fp8"},
         window_scale=2,
-    )
+    )  # fmt: skip
 
 
 def decode_cell(tokens: int) -> Cell:

@@ -1,12 +1,9 @@
-"""One layer at inference: CUDA graphs beside SwiGLU (serving), the host's time to queue a call (host), the bits of
-outputs (bits).
-"""
+"""One layer at inference: CUDA graphs beside SwiGLU (serving), the host's time to queue a call (host)."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,19 +16,12 @@ from flashmhf import quantize
 from flashmhf.testing import relative_l2
 
 from ..harness import timing
-from ..harness.measure import LIMITS, Cell, Context, MissingError, Prepared, attempt, require
+from ..harness.measure import LIMITS, Cell, Context, MissingError, Prepared, require
 
 SIZES, D_FF = (2048, 16, 22, 384), 8192
 SETS = 4  # layers of a graph, together larger than the L2 cache
 SERVING_TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 HOST_TOKENS, HOST_CALLS, HOST_ROUNDS = (1, 64, 256, 1536), 50, 20
-BITS_TOKENS = (0, 1, 5, 16, 33, 64, 100, 128, 257, 512, 1000, 2048, 20000)
-BITS_SIZES = {
-    "d_h 64": (256, 4, 3, 128),
-    "d_h 96": (192, 2, 3, 128),
-    "d_h 128": (512, 4, 3, 128),
-    "d_h 256": (512, 2, 3, 128),
-}
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -55,9 +45,7 @@ class MergedSwiGLU(nn.Module):
 
 
 class Piece(nn.Module):
-    """What an engine compiles and captures between two calls of attention: residual sum, RMSNorm, ``network``, residual
-    sum, RMSNorm.
-    """
+    """What an engine captures between two calls of attention: residual sum, RMSNorm, ``network``, both again."""
 
     def __init__(self, network: nn.Module, **settings) -> None:
         super().__init__()
@@ -72,9 +60,7 @@ class Piece(nn.Module):
 
 @functools.cache
 def served(device: torch.device, dtype: torch.dtype) -> dict[str, list[nn.Module]]:
-    """SETS modules of each kind for all cells, so that each is compiled once; module, compiled and piece share their
-    weights.
-    """
+    """SETS modules of each kind for all cells; module, compiled and piece share their weights."""
     like = {"device": device, "dtype": dtype}
     modules = [flashmhf.FlashMHF(*SIZES, **like).eval() for _ in range(SETS)]
     merged = [MergedSwiGLU(SIZES[0], D_FF, **like) for _ in range(SETS)]
@@ -146,10 +132,7 @@ def training(module: nn.Module, x: Tensor) -> None:
 
 @dataclass(frozen=True)
 class HostCell:
-    """Milliseconds in which the host queues a call, the best of HOST_ROUNDS rounds in which the modules take turns.
-
-    Products of some milliseconds keep the GPU busy, so that a call takes only what the host needs for it.
-    """
+    """Milliseconds in which the host queues a call behind products of some milliseconds, the best of HOST_ROUNDS."""
 
     tokens: int
 
@@ -187,105 +170,16 @@ def queue_time(run: Callable[[], None], filler: Tensor) -> float:
     return seconds
 
 
-# Bits
-
-
-@torch.no_grad()
-def filled(module: nn.Module) -> nn.Module:
-    """The module with parameters that depend on their names and sizes alone, so that two builds have the same ones."""
-    for name, weight in sorted(module.named_parameters()):
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
-        values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
-        scale = 1.0 if weight.dim() == 1 else weight.shape[-1] ** -0.5
-        weight.copy_(1 + 0.1 * values if weight.dim() == 1 else scale * values)
-    return module
-
-
-@functools.cache
-def variants(shape: str, device: torch.device, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """By name, a module for each way in which a layer computes.
-
-    They serve all numbers of tokens, so that each is compiled once.
-    """
-    torch._dynamo.reset()
-
-    def make(**options) -> nn.Module:
-        return filled(flashmhf.FlashMHF(*BITS_SIZES[shape], device=device, dtype=dtype, **options)).eval()
-
-    eager = {
-        "module": make(),
-        "q_norm": make(q_norm=True),
-        "gelu": make(activation="gelu"),
-        "fp8": quantize.to_fp8(make()),
-    }
-    return eager | {f"{name} compiled": compiled(eager[name]) for name in ("module", "q_norm", "fp8")}
-
-
-def digest(*tensors: Tensor) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class BitsCell:
-    """Digests of a layer's outputs for one number of tokens, and of its gradients in deterministic mode."""
-
-    shape: str
-    tokens: int
-    chosen: tuple[str, ...] | None = None  # names of variants; None for all
-
-    def measure(self, context: Context) -> list[dict]:
-        like = {"device": context.device, "dtype": context.dtype}
-        size = self.tokens, BITS_SIZES[self.shape][0]
-        x, grad = (
-            torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(**like) for seed in (self.tokens, 1)
-        )
-
-        @torch.no_grad()
-        def inference(module: nn.Module) -> dict:
-            return {"status": "ok", "digest": digest(module(x))}
-
-        def training(module: nn.Module) -> dict:
-            leaf = x.clone().requires_grad_()
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            try:
-                out = module(leaf)
-                leaves = dict(sorted(module.named_parameters()))
-                gradients = torch.autograd.grad(out, [leaf, *leaves.values()], grad)
-            finally:
-                torch.use_deterministic_algorithms(False)
-            return {"status": "ok", "digest": digest(out, *gradients)}
-
-        modules = variants(self.shape, context.device, context.dtype)
-        names = self.chosen or modules
-        calls = {name: functools.partial(inference, modules[name]) for name in names}
-        calls["training"] = functools.partial(training, modules["module"])
-        return [
-            {"shape": self.shape, "T": self.tokens, "subject": name} | attempt(call) for name, call in calls.items()
-        ]
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", metavar="T")
-    parser.add_argument(
-        "--head-dims", type=int, nargs="+", default=(64, 96, 128, 256), metavar="d_h", help="of the suite bits"
-    )
     parser.add_argument("--subjects", nargs="+", choices=SERVED, default=SERVED, help="of the suite serving")
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help="of the suite bits: only these ways to compute")
 
 
 def cells(options: argparse.Namespace, context: Context) -> list:
-    if "bits" not in options.parts and context.device.type != "cuda":
+    if context.device.type != "cuda":
         raise MissingError(f"the suite {options.suite} needs a CUDA GPU")
     found = {
         "serving": lambda: [serving_cell(tokens, options.subjects) for tokens in options.tokens or SERVING_TOKENS],
         "host": lambda: [HostCell(tokens) for tokens in options.tokens or HOST_TOKENS],
-        "bits": lambda: [
-            BitsCell(f"d_h {d_h}", tokens, options.variants)
-            for d_h in options.head_dims
-            for tokens in options.tokens or BITS_TOKENS
-        ],
     }
     return [cell for part in options.parts for cell in found[part]()]

@@ -78,9 +78,7 @@ def prepare(
     subject: Subject, shape: Shape, size: tuple[int, int], direction: str, graph: bool, official: pathlib.Path | None,
     context: Context,
 ) -> Prepared:  # fmt: skip
-    """Makes the subject's layers and inputs of ``size`` (batch, length), checks the first layer, measures its memory
-    and makes the pass.
-    """
+    """Make the subject's layers and inputs of ``size``, check the first, measure its memory, make the pass."""
     settings, training = Settings(context.device, context.dtype, official), direction == "training"
     reason = subject.why_missing(shape, settings)
     if reason is not None:
@@ -127,18 +125,11 @@ def layer_cell(
     group: str, shape: Shape, length: int, subjects: Iterable[str], *, batch: int = BATCH, direction: str = "forward",
     graph: bool = False, official: pathlib.Path | None = None,
 ) -> Cell:  # fmt: skip
-    """Subjects on ``batch`` sequences of ``length`` tokens.
-
-    direction: "forward", or "training" for forward and backward.
-    """
+    """Subjects on ``batch`` sequences of ``length`` tokens. direction: "forward", or "training" (and backward)."""
     row = {
-        "group": group,
-        "shape": shape.name,
-        "batch": batch,
-        "length": length,
-        "tokens": batch * length,
+        "group": group, "shape": shape.name, "batch": batch, "length": length, "tokens": batch * length,
         "direction": direction,
-    }
+    }  # fmt: skip
     row["timing"] = "CUDA graph" if graph else "events"
 
     def one(name: str, context: Context, made: None) -> Prepared:

@@ -36,11 +36,9 @@ SMALLER = {("train", "1.3b"): (4,)}  # what fits into 80 GB without checkpointin
 FP8_DISTANCE = 0.3  # at most, of FP8 logits from those of bf16, relative L2
 RUNS = Path(__file__).resolve().parents[2] / "experiments/results/runs.jsonl"
 TRAINED = {  # models of RUNS
-    "flashmhf-26m": "long-flash128-8L-zero-lr5",
-    "swiglu-26m": "long-swiglu-9L-zero-lr5",
-    "flashmhf-57m": "long-57m-flash128-8L-lr2",
-    "swiglu-57m": "long-57m-swiglu",
-}
+    "flashmhf-26m": "long-flash128-8L-zero-lr5", "swiglu-26m": "long-swiglu-9L-zero-lr5",
+    "flashmhf-57m": "long-57m-flash128-8L-lr2", "swiglu-57m": "long-57m-swiglu",
+}  # fmt: skip
 VOCABULARY = 16_384  # of the models of RUNS
 
 
@@ -52,17 +50,10 @@ def configuration(subject: str, scale: str, **sizes: object) -> FlashMHFConfig:
     lines = map(json.loads, RUNS.read_text().splitlines())
     run = next(line for line in lines if line["run"] == TRAINED[name])["configuration"]
     return FlashMHFConfig(
-        ffn_type=run["ffn"],
-        vocab_size=VOCABULARY,
-        hidden_size=run["d_model"],
-        intermediate_size=run["width"],
-        num_hidden_layers=run["layers"],
-        num_attention_heads=run["attention_heads"],
-        ffn_num_heads=run["heads"],
-        ffn_num_subnets=run["subnets"],
-        tie_word_embeddings=True,
-        **sizes,
-    )
+        ffn_type=run["ffn"], vocab_size=VOCABULARY, hidden_size=run["d_model"], intermediate_size=run["width"],
+        num_hidden_layers=run["layers"], num_attention_heads=run["attention_heads"], ffn_num_heads=run["heads"],
+        ffn_num_subnets=run["subnets"], tie_word_embeddings=True, **sizes,
+    )  # fmt: skip
 
 
 def build(subject: str, scale: str, context: Context, **sizes):
@@ -114,10 +105,7 @@ def prefill_cell(
 @functools.cache
 @torch.no_grad()
 def generating(subject: str, scale: str, device: torch.device, dtype: torch.dtype):
-    """The model of a subject, kept for all cells.
-
-    Raises RedCheckError for FP8 logits that are not near those of 16 bits.
-    """
+    """The model of a subject, for all cells. Raises RedCheckError for FP8 logits far from those of 16 bits."""
     context = Context(device, dtype)
     model = build(subject, scale, context, max_position_embeddings=8192)
     if "fp8" in subject:
@@ -190,7 +178,6 @@ class GenerateCell:
 @dataclass(frozen=True)
 class TrainCell:
     """Steps of all networks at one batch, eager or with every block compiled, with or without activation checkpointing.
-
     ``RECOMPUTED`` is SwiGLU whose feed-forward networks alone are checkpointed.
     """
 
@@ -235,12 +222,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fp8", action="store_true", help="generate: also with feed-forward networks in FP8")
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=CACHES, help="generate: both")
     parser.add_argument(
-        "--blocks",
-        nargs="+",
-        choices=("eager", "compiled"),
-        default=("eager", "compiled"),
+        "--blocks", nargs="+", choices=("eager", "compiled"), default=("eager", "compiled"),
         help="train and model: both",
-    )
+    )  # fmt: skip
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=("off", "on"), help="train: both")
     parser.add_argument("--new", type=int, default=NEW, help=f"generate: tokens ({NEW})")
     parser.add_argument("--steps", type=int, default=10, help="train: steps that count (10)")

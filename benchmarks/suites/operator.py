@@ -1,9 +1,7 @@
-"""The operator alone: time, rate, memory and error by direction and shape, with a matrix product in the same rounds.
+"""The operator alone: time, rate, memory and error by direction and shape, with a matrix product beside.
 
 A cell is one shape, direction, back end and dtype. Its subjects are the operator, its deterministic mode, the router
-fused and apart, and SwiGLU of the same width. Each is checked against float64 on the tensors that are timed. A pass
-calls a subject on several sets of inputs, together larger than the L2 cache. Small batches are replayed from a CUDA
-graph, because the host launches more slowly than the GPU runs.
+fused and apart, and SwiGLU of the same width, each checked against float64. Small batches are replayed from a graph.
 """
 
 from __future__ import annotations
@@ -87,9 +85,7 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Subject:
-    """``call`` on a problem; ``work``: useful operations in units of :attr:`Size.products`; ``check``: its errors
-    against float64.
-    """
+    """``call`` on a problem; ``work``: operations in :attr:`Size.products`; ``check``: errors against float64."""
 
     call: Callable[[testing.Problem], object]
     work: int
@@ -240,10 +236,7 @@ def _prepare(subject: Subject, problems: list[testing.Problem], size: Size, fuse
 
 
 def cell(direction: str, backend: str, size: Size, dtype: torch.dtype, *, compared: bool = False) -> Cell:
-    """A shape, a direction, a back end and a dtype.
-
-    compared: SwiGLU, the separate router and the materialising code are measured, too.
-    """
+    """A shape, a direction, a back end and a dtype. compared: SwiGLU and other code are measured, too."""
     fused = backend in FUSED
 
     def inputs(context: Context) -> tuple[list[testing.Problem], torch.nn.Module | None]:
@@ -265,11 +258,8 @@ def cell(direction: str, backend: str, size: Size, dtype: torch.dtype, *, compar
     # made when the cell is measured
     names = make(backend, compared, torch.nn.Identity() if compared and fused else None)
     row = {
-        "direction": direction,
-        "backend": backend,
-        "dtype": str(dtype).removeprefix("torch."),
-        **asdict(size),
-    }
+        "direction": direction, "backend": backend, "dtype": str(dtype).removeprefix("torch."), **asdict(size),
+    }  # fmt: skip
     others = {"SwiGLU": "SwiGLU" if direction == "forward" else "SwiGLU, forward and backward"}
     faster_than = {name: (subject, 1.0) for name, subject in others.items() if subject in names}
     subjects = {name: functools.partial(prepare, name) for name in names}

@@ -1,6 +1,5 @@
-"""The shapes that are measured, their operation counts (arXiv 2512.06989).
-
-Legend: T tokens, H heads, d_h head dimension, d_model = H d_h, E sub-networks a head of width d_e, d_ff = E d_e.
+"""The shapes that are measured, their operation counts (arXiv 2512.06989). Legend: T tokens, H heads, d_h head
+dimension, d_model = H d_h, E sub-networks a head of width d_e, d_ff = E d_e.
 """
 
 from __future__ import annotations

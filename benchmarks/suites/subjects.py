@@ -130,10 +130,7 @@ def _exact_swiglu(shape: Shape, w: Weights, x: Tensor) -> Tensor:
 
 
 def _compiled_caller() -> Call:
-    """Compiles for static shapes, and drops earlier graphs so that no graph serves a range of lengths.
-
-    One graph serves all weight sets.
-    """
+    """Compile for static shapes without earlier graphs. One graph serves all weight sets."""
     torch._dynamo.reset()
     compiled = torch.compile(_swiglu, dynamic=False, fullgraph=True)
     return lambda module, x: compiled(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)
@@ -193,9 +190,7 @@ def _why_no_official(shape: Shape, settings: Settings) -> str | None:
 
 
 class _Official(nn.Module):
-    """The checkout's Triton kernel called as its model does: weights and tokens copied to its layout, the router in
-    fp32.
-    """
+    """The checkout's Triton kernel as its model calls it: copies in its layout, the router in fp32."""
 
     def __init__(self, shape: Shape, settings: Settings):
         super().__init__()
@@ -250,13 +245,9 @@ def _backward_flops(shape: Shape, tokens: int) -> int:
 
 def _ours(backend: str) -> Subject:
     return Subject(
-        f"flashmhf_{backend}",
-        f"FlashMHF ({backend})",
-        functools.partial(_make_flashmhf, backend),
-        why_missing=functools.partial(_why_no_backend, backend),
-        backward_flops=_backward_flops,
-        **_FLASHMHF,
-    )
+        f"flashmhf_{backend}", f"FlashMHF ({backend})", functools.partial(_make_flashmhf, backend),
+        why_missing=functools.partial(_why_no_backend, backend), backward_flops=_backward_flops, **_FLASHMHF,
+    )  # fmt: skip
 
 
 _ALL = (
