@@ -9,18 +9,6 @@ from .swap import replace_ffn
 from .version import __version__ as __version__
 
 __all__ = [
-    "DenseMoE",
-    "FlashMHF",
-    "MHFFN",
-    "Muon",
-    "ParametricKV",
-    "SwiGLU",
-    "convert",
-    "flash_mhf",
-    "gate",
-    "info",
-    "param_groups",
-    "quantize",
-    "reference",
-    "replace_ffn",
-]
+    "DenseMoE", "FlashMHF", "MHFFN", "Muon", "ParametricKV", "SwiGLU", "convert", "flash_mhf", "gate", "info",
+    "param_groups", "quantize", "reference", "replace_ffn",
+]  # fmt: skip

@@ -1,8 +1,7 @@
 """Argument checks of operators, back ends, modules and functions.
 
 Each refusal names the argument, what it got and what is supported: TypeError for dtypes and wrong types, ValueError for
-values, shapes, strides and devices. Those of operators run at the CPU, CUDA and Meta dispatch keys, so inference_mode
-and no_grad cannot skip them.
+values, shapes, strides and devices. Those of operators run below autograd, so no mode skips them.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ def flag(name: str, value: object) -> bool:
 
 
 def positive(name: str, size: object) -> int:
-    """Return the size as an int.
-
-    Raises TypeError if it is not an integer (a bool is not one), ValueError if it is below 1.
+    """Return the size as an int. Raises TypeError if it is not an integer (a bool is not one), ValueError if it is
+    below 1.
     """
     try:
         if type(size).__name__ in ("bool", "bool_"):  # NumPy's too, which some of its versions take for an index
@@ -57,9 +55,8 @@ def positive(name: str, size: object) -> int:
 
 
 def divisor(name: str, size: object, of: str, total: int) -> int:
-    """Return the size as an int, or ``total`` if it is None.
-
-    Raises as :func:`positive` does, and ValueError if it does not divide ``total``.
+    """Return the size as an int, or ``total`` if it is None. Raises as :func:`positive` does, and ValueError if it does
+    not divide ``total``.
     """
     value = total if size is None else positive(name, size)
     if total % value:
@@ -73,9 +70,8 @@ def not_negative(name: str, value: float) -> None:
 
 
 def epsilon(name: str, value: object) -> float:
-    """Return the value as a float.
-
-    Raises TypeError if it is not a real number, ValueError if it is negative or not finite.
+    """Return the value as a float. Raises TypeError if it is not a real number, ValueError if it is negative or not
+    finite.
     """
     if isinstance(value, bool):
         raise TypeError(f"{name} must be a float, got bool")
@@ -179,7 +175,6 @@ def weight_operands(k: Tensor, u: Tensor, v: Tensor) -> None:
 
 def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = True) -> None:
     """Refuse all but q [..., H, d_h] and k, u, v [H_kv, E, d_e, d_h] of one dtype on one device, H a multiple of H_kv.
-
     k, u, v must be contiguous unless ``contiguous`` is False. The dispatcher lets None pass for a tensor.
     """
     tensors(q=q, k=k, u=u, v=v)
@@ -196,9 +191,7 @@ def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = T
 
 
 def router(q: Tensor, w: Tensor, eps: float, k: Tensor | None = None, *, contiguous: bool = True) -> None:
-    """Refuse all but w [H, d_h, E] in float32 or q's dtype, contiguous unless ``contiguous`` is False; E from k if it
-    is given.
-    """
+    """Refuse all but w [H, d_h, E] in float32 or q's dtype, contiguous unless that is False; E from k if given."""
     tensors(w=w)
     not_negative("eps", eps)
     expect_dtype("w", w, q, or_float32=True)
@@ -220,9 +213,7 @@ def gate(q: Tensor, k: Tensor, r: Tensor | tuple[Tensor, float] | None, *, conti
 
 
 def projection(name: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
-    """Refuse all but a weight ``name``_w [N, K] and bias ``name``_bias [N] of a linear layer, in x's dtype and on its
-    device.
-    """
+    """Refuse all but ``name``_w [N, K] and ``name``_bias [N] of a linear layer, in x's dtype, on its device."""
     expect_dtype(f"{name}_w", weight, x, of="x")
     expect_device(f"{name}_w", weight, x, of="x")
     if bias is not None:

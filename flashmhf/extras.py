@@ -5,24 +5,14 @@ from __future__ import annotations
 import importlib
 
 _LM = (
-    "accelerate",
-    "datasets",
-    "huggingface_hub",
-    "matplotlib",
-    "numpy",
-    "pyarrow",
-    "safetensors",
-    "tokenizers",
-    "tqdm",
+    "accelerate", "datasets", "huggingface_hub", "matplotlib", "numpy", "pyarrow", "safetensors", "tokenizers", "tqdm",
     "transformers",
-)
+)  # fmt: skip
 EXTRA_OF = {**dict.fromkeys(_LM, "lm"), "lm_eval": "eval", "spmd_types": "titan", "torchtitan": "titan"}
 
 
 def advice(user: str, module: str | None) -> str | None:
-    """Return that ``user`` needs the module's package, and the command that installs it, or None for a module that no
-    extra brings.
-    """
+    """Return the command that installs the package of ``module`` for ``user``, None if no extra brings it."""
     package = (module or "").partition(".")[0]
     extra = EXTRA_OF.get(package)
     return f"{user} needs {package}: pip install 'flashmhf[{extra}]'" if extra else None

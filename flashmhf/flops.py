@@ -1,8 +1,5 @@
-"""Floating-point operations of the operators, which ``torch.utils.flop_counter.FlopCounterMode`` does not know by
-itself.
-
-A product of [m, k] and [k, n] is 2 m k n operations; elementwise work is not counted. What backward recomputes is, as
-PyTorch counts it for its own attention. An operator that meets a counter makes its formula known to it.
+"""Floating-point operations of the operators, for ``torch.utils.flop_counter.FlopCounterMode``. A product of [m, k] and
+[k, n] is 2 m k n operations; elementwise work is not counted, what backward recomputes is.
 """
 
 from __future__ import annotations
@@ -43,9 +40,7 @@ def gated_forward(q: Shape, k: Shape, *args: object, **kwargs: object) -> int:
 
 
 def _products_of_backward(needs: Sequence[bool]) -> int:
-    """Count the products, of eight: Q K^T, Q U^T and grad_out V^T for all, two for the tokens' gradients, three for the
-    weights'.
-    """
+    """Count the products, of eight: three for any gradient, two for the tokens', three for the weights'."""
     tokens, weights = needs
     return 3 * (tokens or weights) + 2 * tokens + 3 * weights
 
@@ -72,9 +67,8 @@ def projection(x: Shape, w: Shape, *args: object, **kwargs: object) -> int:
 
 
 def layer(x: Shape, in_w: Shape, in_bias: object, k: Shape, *rest: Any, fp8: bool = False, **kwargs: object) -> int:
-    """Count :func:`gated_forward` (:func:`forward` without a router) and both projections.
-
-    ``fp8``: for ``fp8_layer``, with its scales.
+    """Count :func:`gated_forward` (:func:`forward` without a router) and both projections. ``fp8``: for ``fp8_layer``,
+    with its scales.
     """
     w, _, out_w = rest[3:6] if fp8 else rest[2:5]
     q = (*x[:-1], in_w[0])  # its heads side by side: only the product of the sizes counts
@@ -83,23 +77,17 @@ def layer(x: Shape, in_w: Shape, in_bias: object, k: Shape, *rest: Any, fp8: boo
 
 
 _FORMULAE: dict[str, Callable[..., int]] = {
-    "forward": forward,
-    "gated_forward": gated_forward,
-    "backward": backward,
-    "gated_backward": gated_backward,
-    "fp8_forward": forward,
-    "fp8_gated_forward": gated_forward,
-    "layer": layer,
+    "forward": forward, "gated_forward": gated_forward, "backward": backward, "gated_backward": gated_backward,
+    "fp8_forward": forward, "fp8_gated_forward": gated_forward, "layer": layer,
     "fp8_layer": functools.partial(layer, fp8=True),
-}
+}  # fmt: skip
 
 
 def _count(
     mode: Any, op: torch._ops.OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Any:
-    """Take a call that FlopCounterMode sees.
-
-    A counter copies PyTorch's registry when it is made, so each gets the formulae by itself.
+    """Take a call that FlopCounterMode sees. A counter copies PyTorch's registry when it is made, so each gets the
+    formulae by itself.
     """
     registry, packet = mode.counter.flop_registry, op._overloadpacket
     if packet not in registry:
@@ -109,9 +97,8 @@ def _count(
 
 
 def register() -> None:
-    """Register the formulae with PyTorch, for tools that read its registry.
-
-    Imports its counter, and Triton with it where installed.
+    """Register the formulae with PyTorch, for tools that read its registry. Imports its counter, and Triton with it
+    where installed.
     """
     counter = importlib.import_module(_COUNTER)
     for name, formula in _FORMULAE.items():

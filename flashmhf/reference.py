@@ -1,11 +1,10 @@
 """The definition: FlashMHF's forward, router and all gradients, materialised, in any floating dtype.
 
-Everything else in the package is tested against these formulae in float64. In a lower precision the same code is the
-"same-precision materialising PyTorch code" of the numeric rule: it stores the intermediate of T x d_ff per head.
+Everything else is tested against these formulae in float64; in a lower precision they are the "same-precision
+materialising PyTorch code" of the numeric rule.
 
-Legend: T tokens (any leading dimensions), H heads, E sub-networks, J = d_e width of a sub-network, D = d_h head
-dimension. K, U and V have H_kv heads, and H is a multiple of H_kv: heads h of a group, those of equal h // (H / H_kv),
-share a head of K, U and V.
+Legend: T tokens (any leading dimensions), H heads, E sub-networks, J = d_e, D = d_h. K, U and V have H_kv heads: heads
+of q with equal h // (H / H_kv) share one.
 """
 
 from __future__ import annotations
@@ -39,11 +38,9 @@ def _relu2(m: Tensor) -> tuple[Tensor, Tensor]:
 
 # name -> (the function, the function with its slope). 0 maps to 0 in all of them: units of zero weights add nothing.
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
-    "silu": (torch.nn.functional.silu, _silu),
-    "gelu": (torch.nn.functional.gelu, _gelu),
-    "relu": (torch.relu, _relu),
+    "silu": (torch.nn.functional.silu, _silu), "gelu": (torch.nn.functional.gelu, _gelu), "relu": (torch.relu, _relu),
     "relu2": (lambda m: torch.relu(m).square(), _relu2),
-}
+}  # fmt: skip
 
 
 def _by_group(x: Tensor, weight: Tensor) -> Tensor:
@@ -67,9 +64,7 @@ def _sum_over_tokens(activation: Tensor, x: Tensor) -> Tensor:
 
 
 def normalise_heads(q: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise q [..., H, D] over D (RMS) with weight [H, D], in fp32 (fp64 for fp64 operands), and return it in q's
-    dtype.
-    """
+    """Normalise q [..., H, D] over D (RMS) with weight [H, D], in fp32 (fp64 for fp64), into q's dtype."""
     x = q.to(accumulate_dtype(q.dtype))
     return (torch.rms_norm(x, x.shape[-1:], eps=eps) * weight.to(x.dtype)).to(q.dtype)
 
@@ -91,9 +86,8 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None,
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, activation: str = "silu"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of :func:`forward`, written out (paper, appendix on the backward pass).
-
-    They are dq, dk, du, dv in q's dtype and dr in r's dtype (an empty tensor when r is None).
+    """Return the gradients of :func:`forward`, written out (paper, appendix on the backward pass). They are dq, dk, du,
+    dv in q's dtype and dr in r's dtype (an empty tensor when r is None).
     """
     q, grad_out = _by_group(q, k), _by_group(grad_out, k)
     m, n, g = _scores(q, k), _scores(q, u), _scores(grad_out, v)
@@ -123,9 +117,8 @@ def _gate_terms(q: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def gate(q: Tensor, w: Tensor, eps: float = 1e-20) -> Tensor:
-    """Compute R[t,h,e] = sigmoid(P) / (sum_e sigmoid(P) + eps), P = Q_h W_h (paper, equation for the gating weights).
-
-    q [..., H, D], w [H, D, E]. Returns [..., H, E] in float32 (float64 for float64 inputs).
+    """Compute R[t,h,e] = sigmoid(P) / (sum_e sigmoid(P) + eps), P = Q_h W_h (paper, equation for the gating weights). q
+    [..., H, D], w [H, D, E]. Returns [..., H, E] in float32 (float64 for float64 inputs).
     """
     score, total = _gate_terms(q, w, eps)
     return score / total

@@ -18,9 +18,7 @@ WIDTH_MULTIPLE = 16  # what the kernels want of d_e
 
 
 def is_swiglu(module: nn.Module) -> bool:
-    """Return whether ``module`` is SiLU(x gate) * (x up) down, as wide as x, of three linear layers and nothing else
-    with parameters.
-    """
+    """Return whether ``module`` is SiLU(x gate) * (x up) down, as wide as x, of three linear layers alone."""
     children = {name: child for name, child in module.named_children() if next(child.parameters(), None) is not None}
     linear = all(type(child) in (nn.Linear, Projection) for child in children.values()) and not _has_other_part(module)
     whole = next(module.parameters(recurse=False), None) is None and set(children) == set(_PROJECTIONS)
@@ -39,20 +37,13 @@ def _has_other_part(module: nn.Module) -> bool:
 
 
 def _experts(block: nn.Module) -> list[nn.Module]:
-    """Return the SwiGLU networks that ``block`` chooses among, and those that it runs beside its experts.
-
-    A mixture of experts is known by its router, a matrix of a row per expert, beside as many networks or beside one
-    tensor that holds the weights of all.
+    """Return the SwiGLU networks that ``block`` chooses among, and those that it runs beside its experts. Its router is
+    a matrix of a row per expert, beside as many networks or one tensor of the weights of all.
     """
-    parts = [
-        (name, part)
-        for child, module in block.named_children()
-        for name, part in (
-            ((f"{child}.{key}", each) for key, each in module.named_children())
-            if isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            else [(child, module)]
-        )
-    ]
+    parts = []
+    for child, module in block.named_children():
+        held = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        parts += [(f"{child}.{key}", each) for key, each in module.named_children()] if held else [(child, module)]
     networks = [part for _, part in parts if is_swiglu(part)]
     if not networks or isinstance(block, nn.Sequential):
         return []
@@ -74,9 +65,8 @@ def _experts(block: nn.Module) -> list[nn.Module]:
 def equal_parameter_sizes(
     d_model: int, parameters: int, num_heads: int, num_kv_heads: int | None = None, skip_linear: bool = False
 ) -> tuple[int, int]:
-    """Return (E, d_e) of the FlashMHF whose count comes closest: E near d_ff / (8/3 d_h), d_e a multiple of 16.
-
-    Raises ValueError if W_in and W_out alone take more than ``parameters``.
+    """Return (E, d_e) of the FlashMHF whose count comes closest: E near d_ff / (8/3 d_h), d_e a multiple of 16. Raises
+    ValueError if W_in and W_out alone take more than ``parameters``.
     """
     remaining = parameters - (0 if skip_linear else 2 * d_model**2)
     kv_model = d_model * (num_kv_heads or num_heads) // num_heads  # of a row of K, all heads together
@@ -98,32 +88,22 @@ def replace_ffn(
 ) -> list[str]:  # fmt: skip
     """Replace every SwiGLU network of ``model``, in place, by a FlashMHF with fresh weights; return their names.
 
-    A network that the model holds under several names is replaced by one FlashMHF under all of them.
-
     Args:
-        model: any module with SwiGLU networks as transformers' Llama, Mistral and Qwen models have them (gate_proj,
-            up_proj, down_proj; with biases the FlashMHF has biases too), whole or a part of it. Networks inside
-            mixtures of experts are left alone.
-        num_heads: H; None for heads of 128 (the paper's choice), or of 64, 32 or 16 if d_model is not a multiple of
-            128.
-        num_subnets: E; None for equal parameters, up to the granularity of d_e. Give num_subnets and subnet_dim both or
-            neither.
-        subnet_dim: d_e; give it together with num_subnets.
-        num_layers: how many layers the whole model has, for the drawing; None for what a configuration within ``model``
-            says, or else for the number of networks. Give it if ``model`` is a part without a configuration.
+        model: any module with networks of gate_proj, up_proj, down_proj as in Llama, Mistral and Qwen, whole or a part.
+            Mixtures of experts are left alone; a network under several names stays one.
+        num_heads: H; None for heads of 128 (the paper's choice), or of 64, 32 or 16.
+        num_subnets, subnet_dim: E and d_e, both or neither; None for equal parameters.
+        num_layers: of the whole model; None for what a configuration within ``model`` says, or the number of networks.
         kwargs: further arguments of :class:`flashmhf.FlashMHF`.
 
-    Weights are drawn by ``reset_parameters("balanced")``, the router with the initializer_range of ``model.config``.
-    They are trainable, in the mode (train or eval) of what they replace. ``save_pretrained`` of a transformers model
-    records the networks in its configuration, and once ``flashmhf.models`` is imported ``from_pretrained`` builds and
-    ``init_weights`` draws them.
+    Weights are drawn by ``reset_parameters("balanced")``, trainable, in the mode of what they replace.
+    ``save_pretrained`` records the networks, and ``from_pretrained`` builds them once ``flashmhf.models`` is imported.
+    ``name_or_path`` becomes "": whoever loads the model once more by that name (TRL's reference model) is refused; save
+    and load it to name it.
 
-    The model is no longer the one that it was loaded as: ``name_or_path`` becomes "", so that whoever loads it once
-    more by that name (TRL's reference model, an adapter's base) is refused; save it and load it to give it a name.
-
-    Raises TypeError if ``model`` is not a module; ValueError if there is nothing to replace, if ``model`` itself is the
-    network to replace, for networks that are sharded, offloaded or parametrised, for models with adapters (whose files
-    would not have the new networks), and if sizes do not fit. The model is then as it was.
+    Raises TypeError if ``model`` is not a module; ValueError if there is nothing to replace, if it is the network
+    itself, for networks that are sharded, offloaded or parametrised, for models with adapters, and if sizes do not fit.
+    The model is then as it was.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     if (num_subnets is None) != (subnet_dim is None):

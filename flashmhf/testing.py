@@ -1,9 +1,7 @@
-"""The tools that every check of a result shares: random inputs, float64 references, the error measure, the limits,
-NaN-poisoned memory, captures into CUDA graphs.
+"""The tools that every check of a result shares.
 
 The one numeric rule: the relative L2 error against float64 is at most that of the materialising PyTorch code in the
-same precision and, on the fused GPU back ends, at most LIMITS. An error below FLOOR always passes: summing in fp32
-(fp64) costs it in any order.
+same precision and, on the fused GPU back ends, at most LIMITS. An error below FLOOR always passes.
 """
 
 from __future__ import annotations
@@ -25,11 +23,8 @@ FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-6, torch.b
 SMALL, SMALL_FACTOR = 4096, 1.5  # tensors of fewer elements: their errors scatter
 # Of so few elements the materialising error is a chance figure and sums can cancel: these limits only reject wrong
 # results.
-TINY, TINY_FACTOR, TINY_LIMITS = (
-    256,
-    4.0,
-    {torch.bfloat16: 0.065, torch.float16: 0.009, torch.float32: 2.5e-4, torch.float64: 1e-11},
-)
+TINY, TINY_FACTOR = 256, 4.0
+TINY_LIMITS = {torch.bfloat16: 0.065, torch.float16: 0.009, torch.float32: 2.5e-4, torch.float64: 1e-11}
 
 
 def relative_l2(actual: Tensor, exact: Tensor) -> float:
@@ -45,9 +40,8 @@ def limit(
 ) -> float:
     """Return the largest relative L2 error that passes for a result of this dtype.
 
-    baseline: the materialising result in the same precision; exact: that in float64. fixed_limits: LIMITS apply, too
-    (fused GPU back ends). few_tokens: the tensor is a weight gradient of few tokens, so it has few independent errors
-    and they scatter.
+    baseline: the materialising result; exact: that in float64. fixed_limits: LIMITS apply, too (fused GPU back ends).
+    few_tokens: a weight gradient of few tokens, so its errors scatter.
     """
     allowed = max(relative_l2(baseline, exact), FLOOR[dtype])
     if exact.numel() < TINY:
@@ -60,9 +54,7 @@ def limit(
 
 
 def fixed_limit(elements: int, dtype: torch.dtype, *, few_tokens: bool = False) -> float:
-    """Return the largest error of a fused GPU back end for a tensor of so many elements; for inputs too large to
-    materialise a baseline.
-    """
+    """Return the largest error of a fused GPU back end for a tensor of so many elements, without a baseline."""
     if elements < TINY:
         return TINY_LIMITS[dtype]
     if few_tokens:
@@ -84,9 +76,7 @@ def assert_accurate(
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Make uninitialised tensors, those allocated by C++ included, start as NaN: an element that no kernel writes
-    shows.
-    """
+    """Make uninitialised tensors, those of C++ included, start as NaN: an element that no kernel writes shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -139,9 +129,7 @@ class Problem:
         return self._evaluate(reference.backward, self.grad_out, *self.operands, self.r)
 
     def exact_forward(self, rows: Tensor) -> Tensor:
-        """Return the float64 output [rows, H, d_h] of some tokens; one head at a time, so that long inputs fit in
-        memory.
-        """
+        """Return the float64 output [rows, H, d_h] of some tokens, one head at a time: long inputs fit."""
         q, r = self.q.flatten(0, -3)[rows], None if self.r is None else self.r.flatten(0, -3)[rows]
         heads = []
         for head in range(q.shape[1]):
@@ -153,7 +141,6 @@ class Problem:
 
     def exact_backward(self, head: int) -> tuple[Tensor, ...]:
         """Return float64 dq [..., d_h], dk, du, dv [E, d_e, d_h], dr [..., E] of one head, without groups (H_kv = H).
-
         It computes one sub-network at a time, so that long inputs fit.
         """
         one = slice(head, head + 1)
@@ -239,10 +226,8 @@ def problem(
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Capture as torch.cuda.graph(graph) does, without the cyclic garbage collector.
-
-    The collector may run at any allocation of a Python object. An older graph that it frees during a capture is reset,
-    which CUDA forbids then: the capture fails with "operation failed due to a previous error during capture".
+    """Capture as torch.cuda.graph(graph) does, without the garbage collector: an older graph that it frees would be
+    reset, and the capture would fail with "operation failed due to a previous error during capture".
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -18,17 +18,10 @@ from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module
 from torch.utils._device import DeviceContext
 
+_DEVICES = {"cpu": "CPU", "cuda": "CUDA", "hpu": "HPU", "mps": "MPS", "xpu": "XPU"}
+_DEVICES[torch._C._get_privateuse1_backend_name()] = "PrivateUse1"
 AUTOCAST_KEYS = {
-    device: f"Autocast{name}"
-    for device, name in {
-        "cpu": "CPU",
-        "cuda": "CUDA",
-        "hpu": "HPU",
-        "mps": "MPS",
-        "xpu": "XPU",
-        torch._C._get_privateuse1_backend_name(): "PrivateUse1",
-    }.items()
-    if hasattr(torch._C.DispatchKey, f"Autocast{name}")
+    k: f"Autocast{name}" for k, name in _DEVICES.items() if hasattr(torch._C.DispatchKey, f"Autocast{name}")
 }
 """The dispatch keys of autocast by device type."""
 _AUTOCAST = functools.reduce(
@@ -52,9 +45,7 @@ def below_autocast() -> AbstractContextManager:
 
 
 def autocasts(device_type: str) -> bool:
-    """Return whether autocast is enabled for a device type; is_autocast_enabled() alone raises for those without
-    autocast, such as meta.
-    """
+    """Return whether autocast is enabled for a device type, some of which have none, such as meta."""
     # Dynamo of torch 2.10 cannot trace is_autocast_available().
     has_autocast = device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
     return has_autocast and torch.is_autocast_enabled(device_type)
@@ -76,10 +67,8 @@ def has_tangent(*tensors: Tensor | None) -> bool:
 
 def is_observed(device_type: str) -> bool:
     """Return whether something sees or changes the single calls of a network's parts on this device type: autocast,
-    hooks on all modules, a torch.func transform, forward-mode differentiation, torch.jit.trace, a dispatch mode
-    (FlopCounterMode, fake tensors), a function mode.
-
-    What ``torch.compile`` and ``torch.export`` trace with does not count, only function modes in code that Dynamo sees.
+    global hooks, a torch.func transform, forward mode, torch.jit.trace, a dispatch or function mode. What
+    ``torch.compile`` and ``torch.export`` trace with does not count.
     """
     if autocasts(device_type) or module._global_forward_pre_hooks or module._global_forward_hooks:
         return True
@@ -95,18 +84,14 @@ def is_observed(device_type: str) -> bool:
 
 
 def _has_function_mode() -> bool:
-    """Return whether a TorchFunctionMode is active that does more than place new tensors, as torch.set_default_device
-    does.
-    """
+    """Return whether a TorchFunctionMode is active that does more than place new tensors."""
     return torch._C._len_torch_function_stack() > 0 and any(
         type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack()
     )
 
 
 def decomposes_for_inductor(tracer: Any) -> bool:
-    """Return whether ``tracer``, a ProxyTorchDispatchMode, decomposes operators as Inductor and AOTInductor have them
-    decomposed; torch.export and other compilers have other tables.
-    """
+    """Return whether ``tracer``, a ProxyTorchDispatchMode, decomposes operators as Inductor does, not torch.export."""
     table = getattr(tracer, "decomposition_table", None)  # before torch 2.12 a global
     if table is None:
         table = proxy_tensor.CURRENT_DECOMPOSITION_TABLE
@@ -125,20 +110,14 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 class DispatchRules(GenericTorchDispatchRuleHolder):
-    """Answer PyTorch before an operator's call reaches a dispatch mode or a tensor subclass, also for classes not
-    imported yet.
-
-    Nothing is called for ordinary tensors, and no import of the class's module is awaited: whoever has its mode or
-    tensor has imported it.
-    """
+    """Answer PyTorch before an operator's call reaches a dispatch mode or a tensor subclass that is imported."""
 
     _answers: dict[tuple[str, str], Callable[[], Callable[..., Any] | None]] = {}
 
     @classmethod
     def answer(cls, module: str, name: str, rule: Callable[[], Callable[..., Any] | None]) -> None:
-        """Call ``rule`` when a call meets the class ``name`` of ``module`` or a subclass of it.
-
-        ``rule`` returns a function that takes the call in place of the class's __torch_dispatch__, or None.
+        """Call ``rule`` when a call meets the class ``name`` of ``module`` or a subclass of it. ``rule`` returns a
+        function that takes the call in place of the class's __torch_dispatch__, or None.
         """
         cls._answers[module, name] = rule
 

@@ -1,6 +1,4 @@
-"""The choice of the back end: the first of hopper, triton, eager that supports the device, dtype and shape, or the one
-asked for.
-"""
+"""The choice of the back end: the first that supports device, dtype and shape, or the one asked for."""
 
 from __future__ import annotations
 
@@ -37,10 +35,8 @@ def check_name(backend: object, *, names: tuple[str, ...] = NAMES) -> str:
 def select(
     backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, activation: str = "silu"
 ) -> Backend:
-    """Return the back end for this device, dtype and shape.
-
-    Raises ValueError for an unknown name and NotImplementedError for an explicit back end that cannot run, with the
-    reason.
+    """Return the back end. Raises ValueError for an unknown name, NotImplementedError for an explicit one that cannot
+    run.
     """
     return _select(BACKENDS | {REFERENCE: reference}, tuple(BACKENDS), backend, device, dtype, d_h, d_e, activation)
 
@@ -76,21 +72,15 @@ def _select(
 @functools.cache
 def _warn_hopper_unused(device: torch.device, reason: str) -> None:
     """Warn once per reason: a Hopper GPU without the Hopper kernels is slower than its owner expects."""
-    if (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == hopper.CAPABILITY
-    ):
+    on_nvidia = device.type == "cuda" and torch.version.hip is None
+    if on_nvidia and torch.cuda.get_device_capability(device) == hopper.CAPABILITY:
         warnings.warn(f"flashmhf: this Hopper GPU does not get the hopper back end: {reason}", stacklevel=2)
 
 
 @dataclass(frozen=True)
 class Info:
-    """Hold what :func:`info` found: the back end chosen (None if no tensors were given), and why each cannot be used
-    (None if it can).
-
-    ``other_devices`` has the same reasons for each CUDA device that :func:`info` was not asked about, by "cuda:INDEX
-    (NAME)".
+    """Hold what :func:`info` found: the back end chosen (None without tensors), and why each cannot be used (None if it
+    can). ``other_devices`` has the reasons for each other CUDA device, by "cuda:INDEX (NAME)".
     """
 
     chosen: str | None
@@ -115,10 +105,8 @@ def _lines(reasons: dict[str, str | None]) -> list[str]:
 def _reasons(
     device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, activation: str = "silu"
 ) -> dict[str, str | None]:
-    return {
-        name: module.why_not(device, dtype, d_h=d_h, d_e=d_e, activation=activation)
-        for name, module in BACKENDS.items()
-    }
+    case = {"d_h": d_h, "d_e": d_e, "activation": activation}
+    return {name: module.why_not(device, dtype, **case) for name, module in BACKENDS.items()}
 
 
 def _device_name(device: torch.device) -> str:
@@ -126,15 +114,11 @@ def _device_name(device: torch.device) -> str:
 
 
 def info(q: torch.Tensor | None = None, k: torch.Tensor | None = None, *, activation: str = "silu") -> Info:
-    """Return which back end serves q [..., H, d_h] and k [H_kv, E, d_e, d_h] with this activation, and why each of the
-    others does not.
+    """Return which back end serves q [..., H, d_h] and k [H_kv, E, d_e, d_h], and why each of the others does not.
 
-    Without q and k it returns what this machine has, for the current CUDA device with bf16, or else for the CPU with
-    fp32, d_h = 128 and d_e = 384; ``other_devices`` has the other CUDA devices. This initialises CUDA in the process,
-    after which a fork cannot use CUDA.
-
-    Raises TypeError for wrong dtypes and non-tensors, ValueError for wrong shapes, strides and devices, an unknown
-    activation, and q without k or k without q.
+    Without q and k it returns what this machine has, for the current CUDA device with bf16, or else the CPU with fp32,
+    d_h = 128 and d_e = 384. It initialises CUDA, after which a fork cannot use CUDA. Raises TypeError for wrong dtypes
+    and non-tensors, ValueError for wrong shapes, strides and devices, an unknown activation, and one of q and k alone.
     """
     if (q is None) != (k is None):
         raise ValueError(f"{'q' if q is None else 'k'} is None; info takes both q and k, or neither")

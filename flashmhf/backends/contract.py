@@ -1,7 +1,7 @@
-"""The interface of a back end. A back end is a module; :class:`Backend` is the type that every such module satisfies.
+"""The interface of a back end, a module of the type :class:`Backend`.
 
-The operators of ``flashmhf.ops.mix`` check their arguments, select a back end and call it with tensors on one device. A
-back end reads no global state but the current stream, and neither copies q nor synchronises with the device.
+The operators check their arguments, select a back end and call it with tensors on one device. It reads no global state
+but the current stream, and neither copies q nor synchronises with the device.
 """
 
 from __future__ import annotations
@@ -50,11 +50,8 @@ Gate = Tensor | Router | None  # R [..., H, E] itself, what it follows from, or 
 
 
 class Settings(NamedTuple):
-    """How a back end computes.
-
-    deterministic: bitwise equal results from run to run. needs: which gradients backward returns, (those of the tokens,
-    of the weights).
-    activation: a name of ``reference.ACTIVATIONS``.
+    """How a back end computes: ``deterministic``, bitwise equal results from run to run; ``needs``, whether gradients
+    of the tokens and of the weights are; ``activation``, of ``reference.ACTIVATIONS``.
     """
 
     deterministic: bool = False
@@ -76,19 +73,15 @@ class AnyBackend(Protocol):
         ...
 
     def layer(self, x: Tensor, weights: LayerWeights) -> Tensor | None:
-        """Return the whole layer at inference by one call, [..., d_model] for x [..., d_model], without autograd.
-
-        Returns None if the back end has no such operator or cannot read these tensors as they are. The caller then runs
-        the parts.
+        """Return the whole layer at inference by one call, [..., d_model] for x [..., d_model], without autograd; None
+        if it has no such operator or cannot read these tensors as they are: the caller runs the parts.
         """
         ...
 
 
 class Backend(AnyBackend, Protocol):
-    """Shapes, dtypes and strides are those of ``torch.ops.flashmhf.*``.
-
-    ``backends.gating`` serves a back end without a fused router, this module's :func:`layer` one without an operator
-    for the whole layer, and :func:`why_not` one without limits.
+    """Shapes, dtypes and strides are those of ``torch.ops.flashmhf.*``. ``backends.gating`` serves a back end without a
+    fused router; :func:`layer` and :func:`why_not` are defaults.
     """
 
     def forward(self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Tensor:
@@ -98,17 +91,15 @@ class Backend(AnyBackend, Protocol):
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings
     ) -> Gradients:
-        """Return (dq, dk, du, dv, dr), or dw in place of dr for a router, whose part dq then includes.
-
-        An empty tensor stands for what ``settings.needs`` leaves out, and for dr where r is None.
+        """Return (dq, dk, du, dv, dr), or dw in place of dr for a router, whose part dq then includes. An empty tensor
+        stands for what ``settings.needs`` leaves out, and for dr where r is None.
         """
         ...
 
 
 class Fp8Backend(AnyBackend, Protocol):
-    """A back end for K, U and V in e4m3.
-
-    Shapes, dtypes and strides are those of ``torch.ops.flashmhf.fp8_*``; activations are SiLU.
+    """A back end for K, U and V in e4m3. Shapes, dtypes and strides are those of ``torch.ops.flashmhf.fp8_*``;
+    activations are SiLU.
     """
 
     def forward(self, q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate) -> Tensor:

@@ -22,13 +22,10 @@ def version() -> int:
 
 
 def make_context_current(index: int) -> None:
-    """Make the primary context of CUDA device ``index`` current in the calling thread, unless a context of that device
-    is.
+    """Make the primary context of CUDA device ``index`` current in the calling thread, unless one of that device is.
 
-    ``torch.cuda.device`` does nothing where the thread's device is the wanted one already, and device 0 is the device
-    of a thread that has not used CUDA: such a thread has no context, and the driver refuses to encode a tensor map or
-    to load a kernel (error 201). The reference to the primary context is kept until the process ends, as the CUDA
-    runtime keeps its own.
+    A thread that has not used CUDA is on device 0 without a context, ``torch.cuda.device`` then does nothing, and the
+    driver refuses to encode a tensor map or to load a kernel (error 201). The reference is kept until the process ends.
     """
     driver = _library()
     wanted, current = ctypes.c_int(), ctypes.c_int()

@@ -1,8 +1,7 @@
-"""The layout of packed FP8 weights: their dtype, the order of their columns, and the checks of their tensors.
+"""The layout of packed FP8 weights: dtype, order of columns, checks.
 
-In each block of 16 columns, place 4t + i holds column 2t + i for i < 2 and column 8 + 2t + i - 2 for i >= 2. What a
-thread of the Hopper kernel holds of Q or of the products Q K^T and Q U^T is then its operand of the next product,
-without exchange between threads.
+In each block of 16 columns, place 4t + i holds column 2t + i for i < 2 and column 8 + 2t + i - 2 for i >= 2: what a
+thread of the Hopper kernel holds of Q or a product is then its operand of the next product.
 """
 
 from __future__ import annotations

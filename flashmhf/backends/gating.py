@@ -1,6 +1,5 @@
-"""The router around a back end that has no fused one: R from Q and W, and its gradients, over blocks of tokens.
-
-A block bounds the fp32 copy of Q that the products need; R itself [..., H, E] is small.
+"""The router around a back end that has no fused one: R from Q and W, and its gradients, over blocks of tokens. A block
+bounds the fp32 copy of Q that the products need; R itself [..., H, E] is small.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ def values(q: Tensor, r: Gate) -> Tensor | None:
 
 
 def through_router(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """Return a back end's ``backward`` from one that takes R and the dtype of dq.
-
-    dr feeds dw as well as dq. The router's part of dq is added before the one rounding to q's dtype.
+    """Return a back end's ``backward`` from one that takes R and the dtype of dq. dr feeds dw as well as dq. The
+    router's part of dq is added before the one rounding to q's dtype.
     """
 
     def routed(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Gradients:

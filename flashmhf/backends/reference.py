@@ -1,8 +1,5 @@
-"""``backend="reference"``: the definition (``flashmhf.reference``) as a back end. It materialises the T x d_ff
-intermediate per head.
-
-``backend="auto"`` never selects it. ``flashmhf.ops.mix`` calls these functions above autograd. They consist of
-operations that PyTorch differentiates any number of times, transforms (torch.func) and exports.
+"""``backend="reference"``: the definition as a back end. It materialises the T x d_ff intermediate per head. "auto"
+never selects it. ``flashmhf.ops.mix`` calls it above autograd: PyTorch differentiates, transforms and exports it.
 """
 
 from __future__ import annotations

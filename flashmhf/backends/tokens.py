@@ -1,6 +1,4 @@
-"""Token axes: how many of a tensor's leading dimensions collapse to one stride, and block access without copying the
-tensor.
-"""
+"""Token axes: leading dimensions that collapse to one stride, and block access without copying the tensor."""
 
 from __future__ import annotations
 
@@ -15,10 +13,8 @@ def token_count(x: Tensor) -> int:
 
 
 def collapse(x: Tensor) -> list[tuple[int, int]]:
-    """Return (size, stride) of x's leading dimensions [..., H, d], outermost first, with neighbours merged where one
-    stride covers both.
-
-    Dimensions of size 1 vanish. A result of length 0 or 1 means that the tokens lie at one stride.
+    """Return (size, stride) of x's leading dimensions [..., H, d], outermost first, merged where one stride covers
+    both. Dimensions of size 1 vanish. A result of length 0 or 1 means that the tokens lie at one stride.
     """
     axes: list[tuple[int, int]] = []
     for size, stride in zip(x.shape[:-2], x.stride()[:-2], strict=True):
@@ -32,9 +28,7 @@ def collapse(x: Tensor) -> list[tuple[int, int]]:
 
 
 class TokenRows:
-    """Blocks of tokens of x [..., H, d] as [tokens, H, d]: views where the tokens lie at one stride, else copies of
-    just that block.
-    """
+    """Blocks of tokens of x [..., H, d] as [tokens, H, d]: views where they lie at one stride, else copies."""
 
     def __init__(self, x: Tensor):
         self.x = x

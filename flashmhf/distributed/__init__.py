@@ -1,7 +1,5 @@
-"""Many GPUs: sharding rules of the operators for DTensor, and plans for PyTorch's tensor parallelism.
-
-``import flashmhf`` imports this module, and nothing of DTensor: the rules are registered when a DTensor first reaches
-an operator.
+"""Many GPUs: sharding rules of the operators for DTensor, and plans for PyTorch's tensor parallelism. ``import
+flashmhf`` imports nothing of DTensor: the rules are registered when one first reaches an operator.
 """
 
 from __future__ import annotations

@@ -52,33 +52,12 @@ def _check_weights(module: nn.Module) -> None:
                 raise NotImplementedError(f"{found}; supported: plain tensors: parallelize before quantising")
 
 
-def check_sharded(module: nn.Module, _: object) -> None:
-    """Raise NotImplementedError for a parameter that something has replaced by an ordinary tensor after sharding."""
-    if torch.compiler.is_compiling():
-        return
-    for name, parameter in module.named_parameters():
-        if not isinstance(parameter, DTensor):
-            raise NotImplementedError(
-                f"{name} is a {type(parameter).__name__} on this process alone, as quantisation leaves it; tensor "
-                "parallelism supports networks in 16 or 32 bits: name in_proj and out_proj in modules_to_not_convert"
-            )
-
-
 class HeadParallel(ParallelStyle):
-    """Divide the heads of a :class:`flashmhf.FlashMHF` or :class:`flashmhf.MHFFN` over the ranks: a style for
-    ``parallelize_module``.
+    """Divide the heads of a FlashMHF or an MHFFN over the ranks: a style for ``parallelize_module``.
 
-    Every rank computes its heads of every token. The sum over the heads in out_proj is the one reduction of forward;
-    the gradient of the input is the one of backward.
-
-    Args:
-        input_layouts: the placement of the module's input: Replicate(), or Shard(dim) of a leading dimension for
-            sequence parallelism, where an all-gather and a reduce-scatter stand for the all-reduce.
-        output_layouts: the placement of the module's output: Replicate() or Shard(dim).
-        use_local_output: return a tensor, not a DTensor.
-
-    Raises TypeError for another module, ValueError if the mesh's size does not divide H, and what :func:`parallelize`
-    raises for weights that it cannot shard.
+    input_layouts and output_layouts are the placements of the module's input and output: Replicate(), or Shard(dim) of
+    a leading dimension for sequence parallelism. use_local_output: return a tensor, not a DTensor. Raises TypeError for
+    another module, ValueError if the mesh's size does not divide H, and what :func:`parallelize` raises for weights.
     """
 
     def __init__(
@@ -102,9 +81,9 @@ class HeadParallel(ParallelStyle):
 class _Placed(ParallelStyle):
     """A module whose parameters have one placement, and whose input and output have another or are equal on every rank.
 
-    Replicated modules have DTensor parameters too: optimizers and ``clip_grad_norm_`` take all parameters of a model
-    together, and cannot take tensors and DTensors together. PyTorch's RowwiseParallel hands out an embedding's result
-    before its all-reduce is over, and a compiled block that takes it loses the gradient's placement.
+    Replicated modules have DTensor parameters, too: ``clip_grad_norm_`` takes no tensors beside DTensors. PyTorch's
+    RowwiseParallel hands out an embedding's result before its all-reduce is over, and a compiled block then loses the
+    gradient's placement.
     """
 
     def __init__(self, placement: Placement, activations: Placement | None = None) -> None:
@@ -132,9 +111,7 @@ def wrap_forward(
     module: nn.Module, mesh: DeviceMesh, inputs: Placement, within: Placement, outputs: Placement,
     use_local_output: bool,
 ) -> None:  # fmt: skip
-    """Have ``module`` take its first argument placed as ``inputs``, compute with it as ``within`` and return its result
-    as ``outputs``.
-    """
+    """Have ``module`` take its first argument placed as ``inputs``, compute as ``within``, return ``outputs``."""
 
     def before(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         name = None if args else next(iter(keywords), None)  # mlp(x=h)
@@ -170,15 +147,12 @@ def _path(prefix: str, name: str) -> str:
 
 
 def _attention_styles(prefix: str, module: nn.Module, size: int) -> dict[str, ParallelStyle]:
-    """Return the styles that divide Llama's attention by heads.
-
-    transformers' forward counts local heads in the projections' results.
+    """Return the styles that divide Llama's attention by heads; its forward counts local heads in the projections'
+    results.
     """
     projections, head_dim = ("q_proj", "k_proj", "v_proj"), getattr(module, "head_dim", None)
-    styles = {
-        **{_path(prefix, name): ColwiseParallel() for name in projections},
-        _path(prefix, "o_proj"): RowwiseParallel(),
-    }
+    styles = {_path(prefix, name): ColwiseParallel() for name in projections}
+    styles[_path(prefix, "o_proj")] = RowwiseParallel()
     # Qwen3's q_norm and k_norm of [..., H, d_h]: their gradient is a sum over all ranks' heads
     for name, child in module.named_children():
         shapes = [tuple(parameter.shape) for parameter in child.parameters()]
@@ -198,11 +172,10 @@ def _attention_styles(prefix: str, module: nn.Module, size: int) -> dict[str, Pa
 def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
     """Return a style for every module of ``model`` that holds parameters, for ``parallelize_module``.
 
-    Multi-head networks, SwiGLU networks (gate_proj, up_proj, down_proj) and Llama's attention (q_proj, k_proj, v_proj,
-    o_proj) are sharded, and the embedding and head of a transformers causal model; all other modules are replicated.
-    Parameters may be on the meta device. Raises ValueError if ``size`` does not divide the heads or a SwiGLU's width,
-    for a model without any such network, for a module with both such a network and parameters of its own, and for
-    attention with these projections that is not Llama's.
+    Sharded are multi-head and SwiGLU networks (gate_proj, up_proj, down_proj), Llama's attention (q_proj, k_proj,
+    v_proj, o_proj), and the embedding and head of a causal model of transformers; all else is replicated. Raises
+    ValueError if ``size`` does not divide heads or widths, if no such network is there or one has parameters of its
+    own, and for another attention.
     """
     size = positive("size", size)
     if not any(isinstance(child, _DIVIDED) for child in model.modules()):
@@ -244,19 +217,16 @@ def parallelize(
     """Shard ``module`` in place over the ranks of ``mesh`` and return it.
 
     Args:
-        module: a FlashMHF or an MHFFN, or a model that has some (see :func:`plan`). Parameters become DTensors; their
-            values are those of the mesh's first rank.
-        mesh: a device mesh of one dimension, for example ``init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp",
+        module: a FlashMHF, an MHFFN or a model that has some (:func:`plan`). Parameters become DTensors with the values
+            of the mesh's first rank.
+        mesh: a device mesh of one dimension, such as ``init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp",
             "tp"))["tp"]``.
-        sequence_dim: for a single network, not a model: the leading dimension over which its input and output are
-            sharded (sequence parallelism), in equal parts: nothing compares the ranks' lengths.
-        use_local_output: for a single network, not a model: return a tensor, not a DTensor.
+        sequence_dim, use_local_output: for a single network: the leading dimension over which its input and output are
+            sharded in equal parts (sequence parallelism), and whether to return a tensor, not a DTensor.
 
-    Apply activation checkpointing after this, then ``torch.compile``, then ``fully_shard`` with
-    :func:`shard_placement`. Raises ValueError for a mesh of several dimensions, for a mesh whose
-    size does not divide H, for a model without any such network, for one parameter in modules that need it in two
-    placements, and for weights that are offloaded, parametrised or held by an adapter; NotImplementedError for
-    quantised weights.
+    Then apply activation checkpointing, ``torch.compile``, and ``fully_shard`` with :func:`shard_placement`. Raises
+    ValueError for a mesh that does not fit, a model without such a network, one parameter in two placements, and
+    weights that are offloaded, parametrised or held by an adapter; NotImplementedError for quantised weights.
     """
     checks.instance("module", module, nn.Module, "a torch.nn.Module")
     checks.instance("mesh", mesh, DeviceMesh, "a torch.distributed.DeviceMesh")
@@ -282,9 +252,7 @@ def parallelize(
 
 
 def _tie(module: nn.Module, first: str, second: str) -> None:
-    """Make one parameter of two again, which the styles have distributed each by itself, such as those of the embedding
-    and the head.
-    """
+    """Make one parameter of two again, which the styles have distributed each by itself, such as embedding and head."""
     parameter, other = module.get_parameter(first), module.get_parameter(second)
     if parameter.placements != other.placements:
         found = f"{parameter.placements} and {other.placements}"
@@ -297,9 +265,7 @@ def shard_placement(size: int) -> Callable[[nn.Parameter], Shard | None]:
     """Return a ``shard_placement_fn`` for ``fully_shard`` over ``size`` ranks: the first dimension that ``size``
     divides.
 
-    FSDP2 shards the first dimension, H of K, U, V and the router, and pads it: 16 heads over 64 ranks take four times
-    the memory and the traffic. Dimensions that tensor parallelism shards already are taken with their local size.
-
+    FSDP2 shards and pads the first, H of K, U, V and the router: 16 heads over 64 ranks take four times the memory.
     Raises TypeError if ``size`` is not an integer, ValueError if it is below 1.
     """
     size = positive("size", size)

@@ -40,10 +40,8 @@ _OPERATORS = ("forward", "gated_forward", "backward", "gated_backward")
 
 
 def _check_even(name: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-    """Refuse unequal numbers of heads, and weights in unequal parts, which DTensor gathers as views that are not
-    contiguous.
-
-    NotImplementedError is the one type that DTensor's dispatcher passes on as it is.
+    """Refuse unequal numbers of heads, and weights in unequal parts, which DTensor gathers as views; it passes on
+    NotImplementedError alone as it is.
     """
     weight = name in _WEIGHTS
     head_dim = 0 if weight else len(shape) - 2
@@ -61,11 +59,8 @@ def _check_even(name: str, shape: Sequence[int], mesh: DeviceMesh, placements: S
 def _named_operands(schema: OpSchema) -> dict[str, OpStrategy]:
     """Return the tensor operands by the names that the operator's schema gives them, in order."""
     names = [argument.name for argument in schema.op._schema.arguments]
-    return {
-        name: operand
-        for name, operand in zip(names, schema.args_schema, strict=False)
-        if isinstance(operand, OpStrategy)
-    }
+    operands = zip(names, schema.args_schema, strict=False)
+    return {name: operand for name, operand in operands if isinstance(operand, OpStrategy)}
 
 
 def _strategy(schema: OpSchema) -> OpStrategy:
@@ -87,9 +82,7 @@ def _strategy(schema: OpSchema) -> OpStrategy:
 
 
 def _divides(spec: DTensorSpec, heads: int) -> bool:
-    """Return whether the ranks that shard k's first dimension divide its ``heads``: a rank then has whole groups of
-    heads.
-    """
+    """Return whether a rank has whole groups: the ranks that shard k's first dimension divide its ``heads``."""
     ranks = math.prod(
         size for size, placement in zip(spec.mesh.shape, spec.placements, strict=True) if placement.is_shard(0)
     )
@@ -117,8 +110,7 @@ def _dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     """Do what DTensor's dispatcher does, with two corrections before the decision.
 
     ``needs`` is a tuple in its key: torch before 2.13 cannot hash a list there. The operands' dtypes are those of their
-    shards: FSDP2's mixed precision hands out 16-bit shards of weights whose specification says float32, which the
-    operators refuse beside a 16-bit q.
+    shards: FSDP2's mixed precision hands out 16-bit shards of weights whose specification says float32.
     """
     dispatcher = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
@@ -135,11 +127,9 @@ def _dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
         dispatcher.redistribute_local_args(
             info, sharding.redistribute_schema, sharding.use_val_from_redistribute_schema
         )
-    local = (
-        torch.utils._pytree.tree_unflatten(info.local_args, info.args_tree_spec)
-        if info.args_tree_spec
-        else info.local_args
-    )
+    local = info.local_args
+    if info.args_tree_spec:
+        local = torch.utils._pytree.tree_unflatten(local, info.args_tree_spec)
     return dispatcher.wrap(op(*local, **info.local_kwargs), sharding.output_spec)
 
 

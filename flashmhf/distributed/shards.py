@@ -1,7 +1,4 @@
-"""Networks that hold the heads of one tensor-parallel rank, and take whole checkpoint tensors.
-
-No engine is needed: an engine's model class gives the rank and the all-reduce.
-"""
+"""Networks that hold the heads of one tensor-parallel rank and take whole checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -19,10 +16,8 @@ from ..quantize.packing import E4M3, check_layout
 
 @dataclass(frozen=True)
 class Rank:
-    """The place of a process among ``size`` tensor-parallel ones; ``all_reduce`` sums a tensor over them and returns
-    the sum.
-
-    Raises ValueError for an index outside of 0 to size - 1, and for a size above 1 without ``all_reduce``.
+    """The place of a process among ``size``; ``all_reduce`` returns the sum of a tensor over them. Raises ValueError
+    for an index outside of 0 to size - 1, and for a size above 1 without ``all_reduce``.
     """
 
     index: int = 0
@@ -54,9 +49,8 @@ def _part(name: str, whole: Tensor, rank: Rank, sharded: dict[str, int]) -> Tens
 def loadable(parameter: nn.Parameter, name: str, part: Callable[[Tensor], Tensor], shape: torch.Size) -> nn.Parameter:
     """Give ``parameter`` the attribute by which engines load it, ``weight_loader(parameter, whole)``, and return it.
 
-    ``part`` takes this rank's part of the checkpoint's tensor of ``shape``. The loader names the tensor in its errors:
-    ValueError for another shape, TypeError for packed weights that are not in e4m3 and for e4m3 or integers in place of
-    other weights, since their scales are elsewhere.
+    ``part`` takes this rank's part of a tensor of ``shape``. The loader raises, by ``name``, ValueError for another
+    shape, TypeError for e4m3 or integers in place of other weights or the reverse: their scales are elsewhere.
     """
 
     def load(target: nn.Parameter, whole: Tensor) -> None:
@@ -75,21 +69,16 @@ def loadable(parameter: nn.Parameter, name: str, part: Callable[[Tensor], Tensor
 
 
 def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
-    """Leave the heads of one rank in ``network``, in place, and sum its result over the ranks, for inference.
+    """Leave the heads of one rank in ``network``, in place, sum its result over the ranks, for inference, and return
+    it.
 
-    Args:
-        network: a :class:`flashmhf.FlashMHF`, ``MHFFN``, ``ParametricKV`` or :class:`flashmhf.quantize.Fp8FlashMHF`.
-            One on the meta device gets empty weights on the current default device.
-        rank: the rank of this process.
-        prefix: the text before the parameters' names in messages, such as "model.layers.0.mlp.".
+    ``network`` is a FlashMHF, MHFFN, ParametricKV or Fp8FlashMHF; one on the meta device gets empty weights on the
+    default device. ``prefix`` stands before names in messages. Parameters are divided as ``SHARDED`` of the class says,
+    buffers become parameters, and all get a ``weight_loader`` (:func:`loadable`), so that a whole checkpoint loads into
+    every rank.
 
-    The class's table ``SHARDED`` says by which dimension each parameter is divided. Buffers of packed weights become
-    parameters. Parameters keep their names and get a ``weight_loader`` (:func:`loadable`), so a
-    checkpoint of the whole network loads into every rank.
-
-    Returns ``network``. Raises ValueError if the ranks do not divide its heads or its heads of K, U and V and for
-    weights that are offloaded, parametrised or held by an adapter, TypeError for another network, and
-    NotImplementedError for skip_linear=True, which has no out_proj that adds the heads up.
+    Raises ValueError if the ranks do not divide the heads and for weights that are offloaded, parametrised or held by
+    an adapter, TypeError for another network, NotImplementedError for skip_linear=True.
     """
     if not isinstance(network, _NETWORKS):
         raise TypeError(

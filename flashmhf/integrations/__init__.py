@@ -1,3 +1,1 @@
-"""FlashMHF inside other tools: ``vllm`` (its model class; ``vllm_plugin`` is the entry point, ``shards`` the layers)
-and ``torchtitan``.
-"""
+"""FlashMHF inside other tools: vLLM, torchtitan, PEFT."""

@@ -1,6 +1,4 @@
-"""K, U and V as parameters of three dimensions, for tools that adapt two or three only, such as LoRA in PEFT
-(docs/lora.md).
-"""
+"""K, U and V as parameters of three dimensions, for tools such as LoRA in PEFT that adapt no others (docs/lora.md)."""
 
 from __future__ import annotations
 
@@ -17,12 +15,10 @@ _WEIGHTS = ("k", "u", "v")
 
 
 def stack_weights(network: FlashMHF, stacked: bool = True) -> FlashMHF:
-    """Store k, u and v of ``network`` as [H_kv E, d_e, d_h] (True) or [H_kv, E, d_e, d_h] (False) over the same memory;
-    return it.
+    """Store k, u and v of ``network`` as [H_kv E, d_e, d_h] (True) or [H_kv, E, d_e, d_h] (False) in place; return it.
 
-    State dicts hold four dimensions in either case. The parameters are new objects: call this before an optimizer takes
-    them. Raises TypeError if ``network`` is not a FlashMHF or ``stacked`` not a bool, ValueError for weights that are
-    offloaded or parametrised.
+    State dicts hold four dimensions in either case. Call this before an optimizer takes the parameters: they are new
+    objects. Raises TypeError for another network or type, ValueError for weights that are offloaded or parametrised.
     """
     checks.instance("network", network, FlashMHF, "a flashmhf.FlashMHF")
     check_held("", network, empty=True)

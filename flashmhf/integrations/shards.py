@@ -1,6 +1,4 @@
-"""The network that a configuration names, with the heads of one tensor-parallel rank: what an engine's model class
-builds.
-"""
+"""The network that a configuration names, with the heads of one tensor-parallel rank: what an engine builds."""
 
 from __future__ import annotations
 
@@ -13,14 +11,11 @@ from ..quantize.modules import METHOD
 
 
 def served_feed_forward(config, rank: Rank = Rank(), prefix: str = "") -> nn.Module:  # noqa: B008  frozen
-    """Return the multi-head network that a :class:`flashmhf.models.FlashMHFConfig` names, with the heads of ``rank``,
-    empty.
+    """Return the multi-head network, empty, that a FlashMHFConfig names, with the heads of ``rank``; in FP8 with such a
+    record.
 
-    With a record of networks in FP8 (:class:`flashmhf.models.FlashMHFRecord`) it is a
-    :class:`flashmhf.quantize.Fp8FlashMHF`.
-
-    Raises NotImplementedError as :func:`shard` does and for "swiglu" and "dense_moe", which engines build from their
-    own linear layers; ValueError, by the configuration's names, for heads that the ranks do not divide.
+    Raises NotImplementedError as :func:`shard` does and for "swiglu" and "dense_moe", which engines build themselves,
+    ValueError for heads that the ranks do not divide.
     """
     from ..models.modeling import feed_forward  # not above: transformers is optional
     from ..models.quantization import FlashMHFRecord

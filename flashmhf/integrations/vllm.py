@@ -1,9 +1,7 @@
-"""The model for vLLM: its Llama with the feed-forward networks of this package, whose heads are divided among
-tensor-parallel ranks.
+"""The model for vLLM: its Llama with this package's networks, whose heads are divided among tensor-parallel ranks.
 
-vLLM's transformers back end would replace in_proj and out_proj by linear layers of its own, which ends the fused path,
-and replicate K, U, V and the router on every rank. vLLM imports this module by the name that
-``flashmhf.integrations.vllm_plugin`` registers.
+vLLM's transformers back end would replace in_proj and out_proj, which ends the fused path, and replicate K, U, V and
+the router. ``flashmhf.integrations.vllm_plugin`` registers this module's name.
 """
 
 from __future__ import annotations
@@ -34,9 +32,7 @@ def _rank() -> Rank:
 
 
 class DenseMoE(llama.LlamaMLP):
-    """:class:`flashmhf.DenseMoE` with E / size sub-networks per rank: vLLM's merged gate and up projections, and the
-    gate between.
-    """
+    """:class:`flashmhf.DenseMoE` with E / size sub-networks per rank, by vLLM's merged gate and up projections."""
 
     def __init__(self, config, prefix: str) -> None:
         super().__init__(config.hidden_size, config.intermediate_size, "silu", prefix=prefix)
@@ -79,16 +75,14 @@ class FlashMHFDecoderLayer(llama.LlamaDecoderLayer):
 
 
 class FlashMHFForCausalLM(llama.LlamaForCausalLM):
-    """vLLM's interface of :class:`flashmhf.models.FlashMHFForCausalLM`: every ``ffn_type``, FP8, tensor and pipeline
-    parallelism.
-    """
+    """vLLM's interface of :class:`flashmhf.models.FlashMHFForCausalLM`: every ``ffn_type``, FP8, parallelism."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=FlashMHFDecoderLayer)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the checkpoint; vLLM itself does not look for missing tensors of a quantised one. Raises ValueError for
-        missing tensors.
+        """Load the checkpoint. Raises ValueError for missing tensors, for which vLLM itself does not look in a
+        quantised one.
         """
         loaded = super().load_weights(weights)
         check_complete("the checkpoint", {name for name, _ in self.named_parameters()} - loaded)

@@ -1,9 +1,4 @@
-"""The plugin that vLLM loads by its entry point ``vllm.general_plugins`` in every process, before it imports a model
-class.
-
-It registers the configuration with transformers, and with vLLM the quantisation method "flashmhf" and, by name, the
-model class.
-"""
+"""The plugin that vLLM loads by its entry point ``vllm.general_plugins`` in every process."""
 
 from __future__ import annotations
 
@@ -28,10 +23,8 @@ def register() -> None:
 
 @register_quantization_config(METHOD)
 class FlashMHFFp8(QuantizationConfig):
-    """Answer what vLLM asks of a checkpoint's ``quantization_config``: everything but the FlashMHF networks is loaded
-    as it is.
-
-    Raises ValueError if the checkpoint has none: ``--quantization flashmhf`` quantises nothing by itself.
+    """Answer what vLLM asks of a checkpoint's ``quantization_config``: all but the FlashMHF networks is loaded as it
+    is. Raises ValueError if the checkpoint has none: ``--quantization flashmhf`` quantises nothing by itself.
     """
 
     def __init__(self, stored: dict[str, Any] | None = None) -> None:

@@ -33,15 +33,7 @@ for _auto, _model in AUTO_CLASSES.items():
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FlashMHFConfig.model_type] = FlashMHFForCausalLM.__name__
 
 __all__ = [
-    "FFN_TYPES",
-    "FlashMHFConfig",
-    "FlashMHFFp8Config",
-    "FlashMHFForCausalLM",
-    "FlashMHFForQuestionAnswering",
-    "FlashMHFForSequenceClassification",
-    "FlashMHFForTokenClassification",
-    "FlashMHFModel",
-    "FlashMHFPreTrainedModel",
-    "FlashMHFRecord",
-    "load",
-]
+    "FFN_TYPES", "FlashMHFConfig", "FlashMHFFp8Config", "FlashMHFForCausalLM", "FlashMHFForQuestionAnswering",
+    "FlashMHFForSequenceClassification", "FlashMHFForTokenClassification", "FlashMHFModel", "FlashMHFPreTrainedModel",
+    "FlashMHFRecord", "load",
+]  # fmt: skip

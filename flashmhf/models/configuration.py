@@ -1,6 +1,5 @@
-"""Configuration of a Llama with one of the paper's feed-forward networks.
-
-This module does not postpone annotations: @strict checks a field's type only if its annotation is a type, not a string.
+"""Configuration of a Llama with one of the paper's feed-forward networks. This module does not postpone annotations:
+@strict checks a field's type only if its annotation is a type, not a string.
 """
 
 from pathlib import Path
@@ -12,7 +11,6 @@ from ..nn.convert import SILU
 from ..nn.flashmhf import default_num_heads, default_subnet_dim
 from ..nn.init import DEFAULT_INIT, INITS, OfficialInit
 from ..reference import ACTIVATIONS
-from . import tensor_parallel
 
 FFN_TYPES = ("swiglu", "mh_ffn", "pkv", "dense_moe", "flashmhf")
 _MULTI_HEAD = ("mh_ffn", "pkv", "flashmhf")
@@ -22,14 +20,9 @@ _ATTENTION_PLAN = {name: style for name, style in LlamaConfig.base_model_tp_plan
 # A saved model names this module, so that AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True) finds
 # the classes where flashmhf is installed but not imported. The module holds no code of the model.
 _AUTO_MODULE = "modeling_flashmhf"
-AUTO_CLASSES = {
-    "AutoConfig": "FlashMHFConfig",
-    "AutoModel": "FlashMHFModel",
-    "AutoModelForCausalLM": "FlashMHFForCausalLM",
-    "AutoModelForSequenceClassification": "FlashMHFForSequenceClassification",
-    "AutoModelForTokenClassification": "FlashMHFForTokenClassification",
-    "AutoModelForQuestionAnswering": "FlashMHFForQuestionAnswering",
-}
+AUTO_CLASSES = {"AutoConfig": "FlashMHFConfig", "AutoModel": "FlashMHFModel"}
+for _head in ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"):
+    AUTO_CLASSES[f"AutoModelFor{_head}"] = f"FlashMHFFor{_head}"
 _AUTO_SOURCE = f'''"""The classes of this model, from the installed package: pip install "flashmhf[lm]"."""
 
 from flashmhf.models import {", ".join(AUTO_CLASSES.values())}
@@ -44,34 +37,25 @@ class FlashMHFConfig(LlamaConfig):
 
     Args:
         ffn_type: "swiglu", "mh_ffn" (section 3.1), "flashmhf" (section 3.2), and section 4's "pkv" and "dense_moe".
-        intermediate_size: the width of the feed-forward network: d_ff = E d_e, a head's width for "mh_ffn", the keys of
-            a head for "pkv".
-        ffn_num_heads: H; must divide hidden_size. "mh_ffn", "pkv", "flashmhf" only; None as in
-            :func:`flashmhf.replace_ffn`.
-        ffn_num_subnets: E; must divide intermediate_size. "flashmhf" and "dense_moe" only; None for d_e near 8/3 d_h.
-        ffn_num_kv_heads: heads of K, U and V, a divisor of H that neighbouring heads share; None for H. "mh_ffn",
-            "flashmhf" only.
-        ffn_q_norm: per-head RMS normalisation of Q, as the official 370M and 1.3B settings have and the paper's text
-            has not.
-        ffn_skip_linear: leave out W_in and W_out. These three are for "mh_ffn" and "flashmhf" only, and so is a
-            hidden_act "gelu", "relu" or "relu2" beside "silu".
+        intermediate_size: d_ff = E d_e; a head's width for "mh_ffn", the keys of a head for "pkv".
+        ffn_num_heads: H, a divisor of hidden_size, of multi-head networks; None as in :func:`flashmhf.replace_ffn`.
+        ffn_num_subnets: E, a divisor of intermediate_size, of "flashmhf" and "dense_moe"; None for d_e near 8/3 d_h.
+        ffn_num_kv_heads, ffn_q_norm, ffn_skip_linear: as in :class:`flashmhf.FlashMHF`; of "flashmhf" and "mh_ffn", as
+            is a hidden_act "gelu", "relu" or "relu2" beside "silu".
         ffn_router_eps: the eps of the gate's normalisation.
-        ffn_norm: whether an RMSNorm precedes the feed-forward network (negates the official
-            ``mhffnmoe_disable_original_mlp_rmsnorm``).
-        ffn_init: "balanced" (unit variances, ours; see flashmhf.nn.init), "official" (the paper's code) or "normal"
-            (initializer_range everywhere); None for "balanced", or "normal" with "pkv". The attention and the embedding
-            are N(0, initializer_range) in all.
-        ffn_official_init: arguments of flashmhf.nn.init.OfficialInit, the gains of "official".
-        ffn_backend, ffn_deterministic: as in :func:`flashmhf.flash_mhf`; "naive" is a back end of "mh_ffn" too.
+        ffn_norm: whether an RMSNorm precedes the network (negates ``mhffnmoe_disable_original_mlp_rmsnorm``).
+        ffn_init, ffn_official_init: flashmhf.nn.init's "balanced", "official" (with the gains of OfficialInit) or
+            "normal"; None for "balanced", or "normal" with "pkv". Attention and embedding are N(0, initializer_range)
+            in all.
+        ffn_backend, ffn_deterministic: as in :func:`flashmhf.flash_mhf`; "naive" is a back end of "mh_ffn", too.
         mlp_bias: give the projections biases ("dense_moe" has none).
 
-    Raises huggingface_hub's StrictDataclassError, as every configuration of transformers does, for values of a wrong
-    type, sizes that do not divide, and settings that the chosen network lacks. Its message names the setting.
+    Raises huggingface_hub's StrictDataclassError, which names the setting, for values of a wrong type, sizes that do
+    not divide, and settings that the chosen network lacks.
     """
 
     model_type = "flashmhf"
-    # "pkv" and "dense_moe" are replicated under tensor parallelism; the other networks have plans of their own.
-    base_model_tp_plan = _ATTENTION_PLAN
+    base_model_tp_plan = _ATTENTION_PLAN  # transformers replicates all networks but SwiGLU, see distributed.parallelize
 
     ffn_type: str = "flashmhf"
     ffn_num_heads: int | None = None
@@ -89,10 +73,6 @@ class FlashMHFConfig(LlamaConfig):
     def __post_init__(self, **kwargs):
         if self.ffn_type == "swiglu":
             self.base_model_tp_plan = dict(LlamaConfig.base_model_tp_plan)
-        elif self.ffn_type in _OPERATOR:
-            self.base_model_tp_plan = _ATTENTION_PLAN | tensor_parallel.network_plan(
-                self.ffn_q_norm, self.ffn_skip_linear
-            )
         if self.ffn_num_heads is None and self.ffn_type in _MULTI_HEAD:
             self.ffn_num_heads = default_num_heads(self.hidden_size)
         if self.ffn_num_subnets is None and self.ffn_type in _GATED:
@@ -116,9 +96,8 @@ class FlashMHFConfig(LlamaConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
-        """Do nothing.
-
-        For a registered class transformers copies this package's sources into every saved model, where they cannot run.
+        """Do nothing. For a registered class transformers copies this package's sources into every saved model, where
+        they cannot run.
         """
 
     def validate_architecture(self):

@@ -1,9 +1,7 @@
 """Official checkpoints (``MHFFNMoEForCausalLM``, ``MHFFNForCausalLM``) as :class:`FlashMHFForCausalLM`.
 
-The official model is a Llama whose ``mlp`` is the module that :mod:`flashmhf.convert` knows; everything else has
-Llama's names. Its ``q_norm.weight`` exists even when unused (it then never gets a gradient and stays at ones): it is
-dropped here when unused. The official repository has configurations of ``MHFFNForCausalLM`` but not its code: their
-settings are read as those of the mixture.
+The official model is a Llama whose ``mlp`` is what :mod:`flashmhf.convert` knows. A ``q_norm.weight`` that is not used
+is dropped. ``MHFFNForCausalLM`` has published configurations, not code: its settings are read as those of the mixture.
 """
 
 from __future__ import annotations
@@ -36,40 +34,23 @@ from .modeling import FlashMHFForCausalLM, FlashMHFPreTrainedModel, check_comple
 _DROPPED = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version")
 _ANSWERING = "transformer."  # in place of "model." in the names of a model for question answering
 _GAINS = {
-    "init_w_self_gain": "in_proj",
-    "init_w_self_2_gain": "out_proj",
-    "init_gate_gain": "k",
-    "init_up_gain": "u",
-    "init_down_gain": "v",
-    "init_router_gain": "router",
-}
-_KNOWN = {  # other official settings are refused by name
-    "use_flash",  # these two choose an implementation, not the function
-    "use_legacy_flash",
-    "num_heads",
-    "num_kuv_heads",
-    "num_experts",
-    "skip_linear",
-    "apply_dot_scaling",
-    "apply_dot_scaling_theory",
-    "apply_final_scaling",
-    "apply_rmsnorm",
-    "disable_original_mlp_rmsnorm",
-    "custom_init",
-    "init_wself_identity",
-    *_GAINS,
-}
+    "init_w_self_gain": "in_proj", "init_w_self_2_gain": "out_proj", "init_gate_gain": "k", "init_up_gain": "u",
+    "init_down_gain": "v", "init_router_gain": "router",
+}  # fmt: skip
+# other official settings are refused by name; "use_flash" and "use_legacy_flash" choose an implementation alone
+_KNOWN = {
+    "use_flash", "use_legacy_flash", "num_heads", "num_kuv_heads", "num_experts", "skip_linear", "apply_dot_scaling",
+    "apply_dot_scaling_theory", "apply_final_scaling", "apply_rmsnorm", "disable_original_mlp_rmsnorm", "custom_init",
+    "init_wself_identity", *_GAINS,
+}  # fmt: skip
 
 
 def config_from_official(official: Mapping[str, object]) -> FlashMHFConfig:
-    """Return our configuration for the content of an official config.json: model_type "mhffnmoe", "mhffn", or a
-    baseline's "llama".
+    """Return our configuration for an official config.json: model_type "mhffnmoe", "mhffn", or a baseline's "llama".
 
-    Settings outside the feed-forward network are carried over as they are. Scalings have no setting here:
-    :func:`load_official` multiplies the weights by them, and the gains of the initialisation carry them.
-
-    Raises NotImplementedError, by name, for official settings without a counterpart, ValueError for another model type,
-    TypeError and ValueError for numbers of heads, and what :class:`FlashMHFConfig` raises.
+    Settings outside the feed-forward network are carried over. Scalings have no setting here: :func:`load_official`
+    multiplies the weights by them. Raises NotImplementedError, by name, for settings without a counterpart, ValueError
+    for another model type, TypeError and ValueError for numbers of heads, and what :class:`FlashMHFConfig` raises.
     """
     if official.get("quantization_config"):
         raise NotImplementedError("quantization_config is set; supported: official checkpoints that are not quantised")
@@ -91,25 +72,21 @@ def config_from_official(official: Mapping[str, object]) -> FlashMHFConfig:
     divisor("num_kuv_heads", kv_heads, "num_heads", heads)
     custom = bool(settings.get("custom_init"))
     return FlashMHFConfig(
-        **{**shared, "hidden_act": convert.official_activation(official)},
-        rope_parameters=rope,
-        ffn_type="flashmhf" if mixture else "mh_ffn",
-        ffn_num_heads=heads,
+        **{**shared, "hidden_act": convert.official_activation(official)}, rope_parameters=rope,
+        ffn_type="flashmhf" if mixture else "mh_ffn", ffn_num_heads=heads,
         ffn_num_kv_heads=None if kv_heads == heads else kv_heads,
         ffn_num_subnets=settings.get("num_experts", 1) if mixture else None,
-        ffn_q_norm=bool(settings.get("apply_rmsnorm", False)),
-        ffn_skip_linear=bool(settings.get("skip_linear", False)),
-        ffn_norm=not settings.get("disable_original_mlp_rmsnorm", False),
-        ffn_init="official" if custom else "normal",
+        ffn_q_norm=bool(settings.get("apply_rmsnorm", False)), ffn_skip_linear=bool(settings.get("skip_linear", False)),
+        ffn_norm=not settings.get("disable_original_mlp_rmsnorm", False), ffn_init="official" if custom else "normal",
         ffn_official_init=_official_init(official, settings) if custom else None,
-    )
+    )  # fmt: skip
 
 
 def _official_init(official: Mapping[str, object], settings: Mapping[str, object]) -> dict[str, object]:
     """Return the gains with what the weights take in: the scale of the scores, and initializer_range in units of ours.
 
-    Under apply_dot_scaling_theory the official initialisation divides the square root of the scores' scale out. It
-    divides the scale of the sum out of V altogether.
+    Under apply_dot_scaling_theory the official initialisation divides the square root of the scores' scale out, and the
+    scale of the sum out of V.
     """
     gains = {ours: float(settings.get(theirs, 1.0)) for theirs, ours in _GAINS.items()}
     score, _ = convert.official_scales(official)
@@ -144,11 +121,8 @@ def _converted(state: Mapping[str, Tensor], config: FlashMHFConfig, scales: tupl
         else:
             ours[name] = tensor
     embedding = ours.get("model.embed_tokens.weight")
-    if (
-        embedding is not None
-        and config.tie_word_embeddings
-        and not torch.equal(ours.pop("lm_head.weight", embedding), embedding)
-    ):
+    tied = embedding is not None and config.tie_word_embeddings
+    if tied and not torch.equal(ours.pop("lm_head.weight", embedding), embedding):
         raise ValueError("lm_head.weight differs from model.embed_tokens.weight although tie_word_embeddings is true")
     sizes = {"num_kv_heads": config.ffn_num_kv_heads, "skip_linear": config.ffn_skip_linear}
     for prefix, official in networks.items():
@@ -161,9 +135,7 @@ def _converted(state: Mapping[str, Tensor], config: FlashMHFConfig, scales: tupl
 
 
 def _read_state(directory: Path) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint directory from the files that transformers would take: one whole file, or those
-    that an index names; safetensors before PyTorch's. Others are not opened.
-    """
+    """Read a checkpoint directory as transformers would: a whole file or an index's, safetensors first."""
 
     def unpickle(file: Path) -> dict[str, Tensor]:
         # such a file may hold one tensor under two names, which would be trained as one
@@ -192,15 +164,9 @@ def load_official(
 ) -> FlashMHFPreTrainedModel:
     """Load an official checkpoint directory as our model, in eval mode on the CPU.
 
-    Args:
-        directory: the directory that holds config.json and the weights: model.safetensors, the files that
-            model.safetensors.index.json names, or pytorch_model.bin in the same two ways. Settings of the generation
-            are carried over, from generation_config.json or else from config.json; other files are not read.
-        dtype: the model's dtype; None for the stored one.
-        model_class: FlashMHFForSequenceClassification, FlashMHFForTokenClassification or FlashMHFForQuestionAnswering
-            for the official models with those heads.
-
-    Raises FileNotFoundError if there are no weights, ValueError for missing and for unknown ones, and what
+    Read are config.json, generation_config.json, and the weights by the names that transformers takes. dtype: None for
+    the stored one. model_class: a FlashMHFFor... class, for the official models with other heads. Raises
+    FileNotFoundError if there are no weights, ValueError for missing and for unknown ones, and what
     :func:`config_from_official` and :func:`flashmhf.convert.from_official` raise.
     """
     directory = Path(directory)

@@ -17,9 +17,7 @@ _DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 
 
 class _RefuseNotFinite(LogitsProcessor):
-    """Raise ValueError for scores that are not finite: the likeliest token of NaN is a token like any other, and
-    drawing one ends in an assertion on the device.
-    """
+    """Raise ValueError for scores that are not finite, of which a token would be drawn like any other."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not scores.isfinite().all():
@@ -30,9 +28,7 @@ class _RefuseNotFinite(LogitsProcessor):
 
 
 class _Printer(TextStreamer):
-    """Decode the continuation together with the end of the prompt: many tokenizers drop the space before the first
-    word.
-    """
+    """Decode the continuation with the end of the prompt: many tokenizers drop the space before the first word."""
 
     def put(self, value: torch.Tensor) -> None:
         if self.next_tokens_are_prompt:
@@ -50,15 +46,12 @@ def generate(
     model: PreTrainedModel, tokenizer, prompt: str, *, max_new_tokens: int = 100, temperature: float = 0.8,
     top_p: float = 0.95, seed: int | None = None, streamer: TextStreamer | None = None,
 ) -> str:  # fmt: skip
-    """Return the continuation of ``prompt``, without it. Temperature 0 takes the likeliest token. The model's own
-    settings take no part, and nothing is written to the model.
+    """Return the continuation of ``prompt``, without it. Temperature 0 takes the likeliest token.
 
-    The cache grows with the text. ``model.generate(..., cache_implementation="static")`` compiles the model, which pays
-    from some thousand tokens on.
-
-    An empty prompt starts after an end-of-text token. ``streamer`` gets the tokens as they come (:func:`printer`).
-    Raises ValueError for settings out of range, a prompt that leaves no room, is not Unicode or has nothing to start
-    after, and probabilities not finite; TypeError for a model that is not transformers'.
+    The model's own settings take no part, and nothing is written to the model. An empty prompt starts after an
+    end-of-text token. ``streamer`` gets the tokens as they come (:func:`printer`). Raises ValueError for settings out
+    of range, a prompt that leaves no room, is not Unicode or has nothing to start after, and probabilities not finite;
+    TypeError for a model that is not transformers'.
     """
     checks.instance("model", model, PreTrainedModel, "a transformers.PreTrainedModel")
     if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < math.inf):
@@ -83,27 +76,19 @@ def generate(
     if seed is not None:
         set_seed(seed)
     # top_k: transformers' own default samples from the 50 likeliest tokens.
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-        if temperature
-        else {"do_sample": False}
-    )
+    sampled = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    sampling = sampled if temperature else {"do_sample": False}
     settings = GenerationConfig(
-        max_new_tokens=min(max_new_tokens, room),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,
-        **sampling,
-    )
+        max_new_tokens=min(max_new_tokens, room), eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id, **sampling,
+    )  # fmt: skip
     # transformers would take what ``settings`` leaves open from the model's files, such as beams or a penalty. The view
     # shares the model's modules.
     view = copy.copy(model)
     view.generation_config = GenerationConfig()
     inputs = torch.tensor([ids], device=model.device)
     out = view.generate(
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        generation_config=settings,
-        streamer=streamer,
+        inputs, attention_mask=torch.ones_like(inputs), generation_config=settings, streamer=streamer,
         logits_processor=LogitsProcessorList([_RefuseNotFinite()]),
-    )
+    )  # fmt: skip
     return tokenizer.decode(out[0], **_DECODING)[len(tokenizer.decode(ids, **_DECODING)) :]

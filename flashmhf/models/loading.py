@@ -26,17 +26,10 @@ def is_official(directory: str | Path) -> bool:
 def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Load a causal language model with all of its weights, on the CPU and in eval mode.
 
-    Args:
-        directory: a directory that ``save_pretrained`` wrote (also of a model with packed FP8 weights, or one that
-            :func:`flashmhf.replace_ffn` has changed), an official checkpoint, or a name of the Hugging Face hub.
-        dtype: the dtype that the weights are loaded in; None for the stored one. Packed weights keep theirs.
-
-    transformers' own ``from_pretrained`` draws a missing weight at random and leaves out a stored one that the model
-    has not, with a warning; here both are refused.
-
-    Raises ValueError for a configuration that no model has, for weights that do not load or do not fit it, and for
-    missing weights; OSError if the directory holds no model, NotImplementedError for official settings without a
-    counterpart.
+    ``directory`` is what ``save_pretrained`` wrote (also after :func:`flashmhf.replace_ffn` and in FP8), an official
+    checkpoint, or a name of the hub; ``dtype`` None keeps the stored one. Weights that are missing or that the model
+    has not, of which ``from_pretrained`` only warns, are refused. Raises ValueError for a configuration or weights that
+    do not fit, OSError if there is no model, NotImplementedError for official settings without a counterpart.
     """
     try:
         if is_official(directory):

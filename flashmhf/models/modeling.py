@@ -1,7 +1,5 @@
-"""transformers' Llama with the feed-forward network taken from :mod:`flashmhf.nn`.
-
-Attention, rotary embeddings, cache, loss and generation are transformers' own; every block is x + ffn(RMSNorm(x)) after
-attention.
+"""transformers' Llama with the feed-forward network taken from :mod:`flashmhf.nn`. Attention, rotary embeddings, cache,
+loss and generation are transformers' own; every block is x + ffn(RMSNorm(x)) after attention.
 """
 
 from __future__ import annotations
@@ -33,15 +31,10 @@ def feed_forward(config: FlashMHFConfig) -> Network:
     """Return the feed-forward network that ``config`` names, [..., hidden_size] -> [..., hidden_size]."""
     d_model, width, heads = config.hidden_size, config.intermediate_size, config.ffn_num_heads
     operator = {
-        "num_kv_heads": config.ffn_num_kv_heads,
-        "q_norm": config.ffn_q_norm,
-        "q_norm_eps": config.rms_norm_eps,
-        "skip_linear": config.ffn_skip_linear,
-        "activation": config.hidden_act,
-        "bias": config.mlp_bias,
-        "backend": config.ffn_backend,
-        "deterministic": config.ffn_deterministic,
-    }
+        "num_kv_heads": config.ffn_num_kv_heads, "q_norm": config.ffn_q_norm, "q_norm_eps": config.rms_norm_eps,
+        "skip_linear": config.ffn_skip_linear, "activation": config.hidden_act, "bias": config.mlp_bias,
+        "backend": config.ffn_backend, "deterministic": config.ffn_deterministic,
+    }  # fmt: skip
     match config.ffn_type:
         case "swiglu":
             return SwiGLU(d_model, width, bias=config.mlp_bias)
@@ -53,19 +46,13 @@ def feed_forward(config: FlashMHFConfig) -> Network:
             return DenseMoE(d_model, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps)
         case "flashmhf":
             return FlashMHF(
-                d_model,
-                heads,
-                config.ffn_num_subnets,
-                config.ffn_subnet_dim,
-                router_eps=config.ffn_router_eps,
+                d_model, heads, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps,
                 **operator,
-            )
+            )  # fmt: skip
 
 
 def check_complete(source: object, missing: Iterable[str]) -> None:
-    """Raise ValueError that counts and names the ``missing`` weights of ``source``, such as a directory, if there are
-    any.
-    """
+    """Raise ValueError that counts and names the ``missing`` weights of ``source``, if there are any."""
     names = sorted(missing)
     if names:
         shown = ", ".join(names[:3]) + (", …" if names[3:] else "")
@@ -73,9 +60,8 @@ def check_complete(source: object, missing: Iterable[str]) -> None:
 
 
 class FlashMHFRotaryEmbedding(FixedDtypes, LlamaRotaryEmbedding):
-    """Llama's rotary embedding with frequencies that stay float32 when the model is converted to 16 bits.
-
-    bf16 frequencies put the angles of positions above 2048 wrong by more than a radian.
+    """Llama's rotary embedding with frequencies that stay float32 when the model is converted to 16 bits. bf16
+    frequencies put the angles of positions above 2048 wrong by more than a radian.
     """
 
     fixed = property(lambda self: tuple(self._buffers))
@@ -127,9 +113,7 @@ class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
 
 
 class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM, GenerationMixin):
-    """Predict the next token: input_ids [B, L] int64 -> logits [B, L, vocab_size]; with labels also the mean loss, in
-    nats per token.
-    """
+    """Predict the next token: input_ids [B, L] int64 -> logits [B, L, vocab_size], with labels also the loss."""
 
     def __init__(self, config: FlashMHFConfig):
         LlamaPreTrainedModel.__init__(self, config)
@@ -139,8 +123,8 @@ class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM, GenerationM
         self.post_init()
 
     def _valid_auto_compile_criteria(self, *given) -> bool:
-        """Return whether transformers compiles the model for a static cache: not if the host chooses the rotary
-        frequencies by the positions, since no CUDA graph then serves all tokens.
+        """Refuse to compile for a static cache if rotary frequencies follow the positions: no CUDA graph serves all
+        tokens.
         """
         varies = self.model.rotary_emb.rope_type in ("dynamic", "longrope")
         return not varies and super()._valid_auto_compile_criteria(*given)

@@ -1,11 +1,9 @@
 """What a model of transformers is made of beside its class: which networks are FlashMHF, and which of them in FP8.
 
-It is recorded as ``quantization_config``, an argument of ``from_pretrained`` and a part of config.json: transformers'
-one mechanism by which a package changes a model's modules before the weights are loaded. Importing this module
-registers the method "flashmhf", and wraps four methods of transformers' base classes, which have no hook: a model's
-``save_pretrained`` records what the model is made of, ``from_config`` builds what is recorded, ``init_weights`` has
-networks of this package draw themselves, and a configuration with a record is written such that transformers by itself
-refuses to load it.
+It is recorded as ``quantization_config``: transformers' one mechanism by which a package changes modules before weights
+are loaded. Importing this module registers the method "flashmhf" and wraps four methods of transformers' base classes:
+``save_pretrained`` records, ``from_config`` builds what is recorded, ``init_weights`` has our networks draw themselves,
+and config.json is written such that transformers by itself refuses to load it.
 """
 
 from __future__ import annotations
@@ -45,14 +43,9 @@ GUARD = "load this model after `import flashmhf.models` (pip install 'flashmhf[l
 class FlashMHFRecord(QuantizationConfigMixin):
     """Record the FlashMHF networks of a model, as its ``quantization_config``.
 
-    Args:
-        networks: the arguments of :class:`flashmhf.FlashMHF` by the names of those networks that the model's class
-            does not build by itself.
-        fp8: the names of the networks in FP8 (:func:`flashmhf.quantize.to_fp8`), or whether all are.
-        layout: the version of the packed weights' layout; only this version's loads.
-        quant_method: "flashmhf", as config.json has it.
-
-    Raises ValueError for another layout or method and for other entries, which a later version may have written.
+    networks: FlashMHF's arguments by the names of the networks that the model's class does not build. fp8: the names of
+    those in FP8, or whether all are. layout: the version of packed weights. Raises ValueError for another layout or
+    method and for other entries, which a later version may have written.
     """
 
     def __init__(
@@ -76,9 +69,8 @@ class FlashMHFRecord(QuantizationConfigMixin):
 
 
 class FlashMHFFp8Config(FlashMHFRecord):
-    """Have ``from_pretrained(directory, quantization_config=FlashMHFFp8Config())`` quantise every FlashMHF network.
-
-    For models without a record; :func:`flashmhf.quantize.quantize_` quantises any model after it is loaded.
+    """Have ``from_pretrained(directory, quantization_config=FlashMHFFp8Config())`` quantise every FlashMHF network. For
+    models without a record; :func:`flashmhf.quantize.quantize_` quantises any model after it is loaded.
     """
 
     def __init__(self) -> None:
@@ -87,9 +79,8 @@ class FlashMHFFp8Config(FlashMHFRecord):
 
 @register_quantizer(METHOD)
 class FlashMHFQuantizer(HfQuantizer):
-    """Put the recorded networks into an empty model, and check that each has got its weights.
-
-    A loaded model counts as quantised only if it has networks in FP8: others are trained and converted as any model.
+    """Put the recorded networks into an empty model, and check that each has got its weights. A loaded model counts as
+    quantised only if it has networks in FP8: others are trained and converted as any model.
     """
 
     quantization_config: FlashMHFRecord
@@ -284,9 +275,8 @@ def is_fp8(model: nn.Module) -> bool:
 
 
 def quantise(model: PreTrainedModel) -> None:
-    """Quantise a model's FlashMHF networks in place, those that are not in FP8 already.
-
-    Raises what :func:`flashmhf.quantize.quantize_` raises.
+    """Quantise a model's FlashMHF networks in place, those that are not in FP8 already. Raises what
+    :func:`flashmhf.quantize.quantize_` raises.
     """
     if _networks(model, FlashMHF) or not is_fp8(model):
         quantize_(model)

@@ -1,6 +1,4 @@
-"""Modules [..., d_model] -> [..., d_model]: FlashMHF, the networks the paper compares it with, conversion and
-optimizers.
-"""
+"""Modules [..., d_model] -> [..., d_model], conversion and optimizers."""
 
 from . import convert
 from .baselines import MHFFN, DenseMoE, ParametricKV, SwiGLU
@@ -9,13 +7,5 @@ from .muon import Muon
 from .optim import param_groups
 
 __all__ = [
-    "MHFFN",
-    "DenseMoE",
-    "FlashMHF",
-    "Muon",
-    "ParametricKV",
-    "SwiGLU",
-    "convert",
-    "default_subnet_dim",
-    "param_groups",
-]
+    "MHFFN", "DenseMoE", "FlashMHF", "Muon", "ParametricKV", "SwiGLU", "convert", "default_subnet_dim", "param_groups",
+]  # fmt: skip

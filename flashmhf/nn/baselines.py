@@ -27,10 +27,6 @@ class MHFFN(GroupedHeads):
     on. Raises TypeError and ValueError as :class:`flashmhf.FlashMHF` does.
     """
 
-    intermediate_dim: int
-    backend: str
-    deterministic: bool | None
-
     def __init__(
         self, d_model: int, num_heads: int, intermediate_dim: int, *, num_kv_heads: int | None = None,
         q_norm: bool = False, q_norm_eps: float = 1e-5, skip_linear: bool = False, activation: str = "silu",
@@ -69,18 +65,13 @@ class SwiGLU(Network):
     dimension of x is not d_model, or if x is on another device, TypeError if x has another dtype than the module.
     """
 
-    d_model: int
-    intermediate_dim: int
-
     def __init__(
         self, d_model: int, intermediate_dim: int, *, bias: bool = False, device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(dtype)
-        self.d_model, self.intermediate_dim = (
-            positive("d_model", d_model),
-            positive("intermediate_dim", intermediate_dim),
-        )
+        self.d_model = positive("d_model", d_model)
+        self.intermediate_dim = positive("intermediate_dim", intermediate_dim)
         settings = (flag("bias", bias), device, dtype)
         for name in ("gate_proj", "up_proj"):
             self._add_projection(name, (self.d_model, self.intermediate_dim), "in_proj", self.d_model, *settings)
@@ -95,18 +86,13 @@ class SwiGLU(Network):
 
 
 class ParametricKV(MultiHead):
-    """Multi-head attention over learnable keys and values in place of the feed-forward network (paper, section 4,
-    "PKV").
+    """Multi-head attention over learnable keys and values (paper, section 4, "PKV").
 
-    State: in_proj.weight, k, v [H, num_kv, d_h], out_proj.weight. Initialised by "normal": "balanced" values are too
-    large to learn (flashmhf.nn.init). Raises TypeError for arguments of a wrong type, ValueError for sizes below 1 and
-    if H does not divide d_model. A call raises what a call of :class:`flashmhf.SwiGLU` raises.
+    State: in_proj.weight, k, v [H, num_kv, d_h], out_proj.weight. Initialised by "normal" (flashmhf.nn.init). Raises
+    TypeError and ValueError as :class:`flashmhf.FlashMHF` and a call of :class:`flashmhf.SwiGLU` do.
     """
 
     scheme = Scheme("normal")
-    num_kv: int
-    k: nn.Parameter
-    v: nn.Parameter
 
     def __init__(
         self, d_model: int, num_heads: int, num_kv: int, *, bias: bool = False, device: Device = None,
@@ -135,16 +121,10 @@ class ParametricKV(MultiHead):
 class DenseMoE(Network):
     """Gated parallel SwiGLU sub-networks without heads (paper, section 4, "Dense-MoE": H = 1, no W_in and W_out).
 
-    All sub-networks see the whole of x, so they are three dense products over E * subnet_dim with the gate between.
     State: gate_proj.weight, up_proj.weight [E * subnet_dim, d_model], down_proj.weight [d_model, E * subnet_dim],
-    router [d_model, E]. Raises TypeError for arguments of a wrong type, ValueError for sizes below 1 and a router_eps
-    that is negative or not finite. A call raises what a call of :class:`flashmhf.SwiGLU` raises.
+    router [d_model, E]. Raises TypeError and ValueError as :class:`flashmhf.FlashMHF` and a call of
+    :class:`flashmhf.SwiGLU` do.
     """
-
-    d_model: int
-    num_subnets: int
-    subnet_dim: int
-    router_eps: float
 
     def __init__(
         self, d_model: int, num_subnets: int, subnet_dim: int, *, router_eps: float = 1e-20, device: Device = None,

@@ -1,13 +1,10 @@
 """State dicts of the official modules (``MHFFNMoE``, ``MHFFN``) <-> :class:`flashmhf.FlashMHF`,
 :class:`flashmhf.MHFFN`.
 
-Official layout: gate_weight, up_weight, down_weight [d_ff, H_kv d_h] with row e * d_e + j and column h * d_h + i hold
-k, u, v [h, e, j, i]; router is the same; w_self.weight and w_self_2.weight are in_proj and out_proj; q_norm.weight may
-be present although unused, and then survives the round trip. A network without gate has k, u, v [h, j, i] and no
-router.
-
-The official scalings multiply Q K^T and Q U^T by one constant, and the sum over the sub-networks by another. Here K, U
-and V carry them: exactly in float32 to rounding, and rounded once more to the dtype of a 16-bit checkpoint.
+Official gate_weight, up_weight, down_weight [d_ff, H_kv d_h], row e * d_e + j and column h * d_h + i, hold k, u, v [h,
+e, j, i]; router is the same; w_self and w_self_2 are in_proj and out_proj; q_norm.weight may be present although
+unused. A network without gate has k, u, v [h, j, i] and no router. K, U and V carry the official scalings, rounded once
+more to a 16-bit checkpoint's dtype.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import checks
 from ..checks import divisor, positive
@@ -23,13 +20,9 @@ from ..reference import ACTIVATIONS
 
 _STACKED = {"gate_weight": "k", "up_weight": "u", "down_weight": "v"}
 _RENAMED = {
-    "w_self.weight": "in_proj.weight",
-    "w_self_2.weight": "out_proj.weight",
-    "router": "router",
-    "q_norm.weight": "q_norm.weight",
-    "w_self.bias": "in_proj.bias",
-    "w_self_2.bias": "out_proj.bias",
-}
+    "w_self.weight": "in_proj.weight", "w_self_2.weight": "out_proj.weight", "router": "router",
+    "q_norm.weight": "q_norm.weight", "w_self.bias": "in_proj.bias", "w_self_2.bias": "out_proj.bias",
+}  # fmt: skip
 _OPTIONAL = {"q_norm.weight", "w_self.bias", "w_self_2.bias"}
 _LINEAR = {"w_self.weight", "w_self_2.weight"}
 SILU = ("silu", "swish")  # transformers' names of x sigmoid(x)
@@ -37,9 +30,8 @@ PREFIXES = {"mhffnmoe": "mhffnmoe_", "mhffn": "mhffn_"}  # of an official config
 
 
 def official_settings(config: Mapping[str, object]) -> dict[str, object]:
-    """Return the network's settings in an official configuration, without their prefix.
-
-    Raises ValueError for another model type.
+    """Return the network's settings in an official configuration, without their prefix. Raises ValueError for another
+    model type.
     """
     model_type = config.get("model_type", "mhffnmoe")
     if model_type not in PREFIXES:
@@ -49,9 +41,8 @@ def official_settings(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def official_activation(config: Mapping[str, object]) -> str:
-    """Return our name of an official configuration's ``hidden_act``.
-
-    Raises NotImplementedError for a function that no back end has.
+    """Return our name of an official configuration's ``hidden_act``. Raises NotImplementedError for a function that no
+    back end has.
     """
     name = config.get("hidden_act", "silu")
     if name in SILU:
@@ -64,11 +55,10 @@ def official_activation(config: Mapping[str, object]) -> str:
 
 
 def official_scales(config: Mapping[str, object]) -> tuple[float, float]:
-    """Return two factors of an official configuration: the one on Q K^T and Q U^T, and the one on the sum over the
-    sub-networks.
+    """Return an official configuration's factors on Q K^T and Q U^T, and on the sum over the sub-networks, else 1.
 
-    The first is sqrt(H) with apply_dot_scaling, and H with apply_dot_scaling_theory too, which does nothing alone. The
-    second is sqrt(3/8) with apply_final_scaling. Without these settings both are 1.
+    The first is sqrt(H) with apply_dot_scaling, and H with apply_dot_scaling_theory too; the second is sqrt(3/8) with
+    apply_final_scaling.
     """
     settings = official_settings(config)
     heads = positive("num_heads", settings.get("num_heads", 1))
@@ -84,9 +74,8 @@ def _check_tensors(state: object) -> None:
 
 
 def _check_names(state: Mapping[str, Tensor], known: Mapping[str, str], optional: set[str], what: str) -> None:
-    """Refuse missing and unknown names.
-
-    ``known`` has every name that ``state`` may hold, with its name on the other side.
+    """Refuse missing and unknown names. ``known`` has every name that ``state`` may hold, with its name on the other
+    side.
     """
     unknown = sorted(set(state) - set(known))
     if unknown:
@@ -130,10 +119,8 @@ def check_official(
     """
     _check_tensors(state)
     heads, gated = positive("num_heads", num_heads), num_subnets is not None
-    subnets, kv_heads = (
-        positive("num_subnets", num_subnets) if gated else 1,
-        divisor("num_kv_heads", num_kv_heads, "num_heads", heads),
-    )
+    subnets = positive("num_subnets", num_subnets) if gated else 1
+    kv_heads = divisor("num_kv_heads", num_kv_heads, "num_heads", heads)
     _check_names(state, {**_STACKED, **_RENAMED}, _optional_names(skip_linear, gated), "the official state dict")
     if not gated and "router" in state:
         raise ValueError(
@@ -158,16 +145,9 @@ def from_official(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Convert one module's official state dict to that of ``FlashMHF``, or of ``MHFFN`` if ``num_subnets`` is None.
 
-    Args:
-        state: official names and tensors.
-        num_heads: H.
-        num_subnets: E; None for a module without sub-networks.
-        num_kv_heads: heads of K, U and V; None for H.
-        skip_linear: the module has no W_in and W_out.
-        scales: the factors of :func:`official_scales`; they are multiplied into K, U and V.
-
-    ``q_norm.weight`` is kept when present; load it into a module with q_norm=True, or drop it when the checkpoint's
-    configuration has it off. Raises what :func:`check_official` raises.
+    num_kv_heads: None for H. skip_linear: without W_in and W_out. scales: :func:`official_scales`, multiplied into K, U
+    and V. ``q_norm.weight`` is kept when present; drop it when the configuration has it off. Raises KeyError for a
+    missing tensor, ValueError for unknown names and for sizes that do not fit, TypeError if H or E is not an integer.
     """
     check_official(state, num_heads, num_subnets, num_kv_heads, skip_linear)
     subnets, kv_heads = num_subnets or 1, num_kv_heads or num_heads
@@ -182,9 +162,8 @@ def from_official(
 
 
 def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the state dict of ``FlashMHF`` or ``MHFFN`` to the official one of one module.
-
-    Raises KeyError for a missing tensor, ValueError for unknown names and for shapes that do not fit each other.
+    """Convert the state dict of ``FlashMHF`` or ``MHFFN`` to the official one of one module. Raises KeyError for a
+    missing tensor, ValueError for unknown names and for shapes that do not fit each other.
     """
     _check_tensors(state)
     known = {ours: theirs for theirs, ours in (_STACKED | _RENAMED).items()}
@@ -211,26 +190,4 @@ def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for theirs, ours in _STACKED.items():
         weight = state[ours] if gated else state[ours].unsqueeze(1)
         result[theirs] = weight.permute(1, 2, 0, 3).reshape(-1, kv_heads * head_dim)
-    return result
-
-
-def resize_subnets(state: Mapping[str, Tensor], subnet_dim: int) -> dict[str, Tensor]:
-    """Return a ``FlashMHF`` state dict whose k, u and v [H_kv, E, d_e, d_h] have ``subnet_dim`` rows per sub-network.
-
-    The network computes the same function. Added rows are zeros. They get zero gradients, so optimizers leave them
-    zero. Rows can be removed if they are zero. The kernels need multiples of 16 (docs/official.md).
-
-    Raises KeyError for a missing weight, ValueError for other dimensions and if a row that is not zero would be lost,
-    TypeError if
-    ``subnet_dim`` is not an integer.
-    """
-    rows, result = positive("subnet_dim", subnet_dim), dict(state)
-    for name in ("k", "u", "v"):
-        if state[name].dim() != 4:
-            raise ValueError(f"{name} has shape {list(state[name].shape)}; expected [H_kv, E, d_e, d_h]")
-        if state[name][:, :, rows:].any():
-            raise ValueError(
-                f"subnet_dim is {rows}; {name} of shape {list(state[name].shape)} has rows beyond it that are not zero"
-            )
-        result[name] = nn.functional.pad(state[name], (0, 0, 0, rows - state[name].shape[2])).contiguous()
     return result

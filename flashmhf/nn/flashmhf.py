@@ -22,7 +22,6 @@ def default_num_heads(d_model: int) -> int:
 
 def default_subnet_dim(head_dim: int) -> int:
     """Return d_e = 8/3 d_h, rounded up to a multiple of 64 (paper, section 4): 192, 384, 704 for d_h 64, 128, 256.
-
     Raises TypeError if head_dim is not an integer, ValueError if it is below 1.
     """
     return -(-8 * positive("head_dim", head_dim) // (3 * 64)) * 64
@@ -32,40 +31,28 @@ _PARTS = ("split_heads", "normalise", "_mix", "_weights", "join_heads")
 
 
 class FlashMHF(GroupedHeads):
-    """Flash multi-head feed-forward network (paper, section 3.2): concat_H(sum_e R_e SwiGLU_e(Q)) W_out, Q = split_H(X
-    W_in).
+    """Flash multi-head feed-forward network (paper, 3.2): concat_H(sum_e R_e SwiGLU_e(Q)) W_out, Q = split_H(X W_in).
 
     Args:
-        d_model: the width of the model, d_model = H d_h.
-        num_heads: H, a divisor of d_model.
+        d_model: the width of the model, d_model = H d_h. num_heads: H, a divisor of d_model.
         num_subnets: E, the number of parallel SwiGLU sub-networks per head.
         subnet_dim: d_e, their width; None for 8/3 d_h rounded up to a multiple of 64.
         router_eps: the eps of the gate's normalisation.
         num_kv_heads: heads of K, U and V, a divisor of H; None for H. Head h takes head h // (H / num_kv_heads) of
-            them; each head has its own router.
-        q_norm: per-head RMS normalisation of Q (official setting; the paper's text has none).
-        q_norm_eps: the eps of that normalisation.
-        skip_linear: leave out W_in and W_out.
-        activation: "silu", "gelu", "relu" or "relu2", as in :func:`flashmhf.flash_mhf`.
-        bias: give in_proj and out_proj biases.
-        backend: as in :func:`flashmhf.flash_mhf`.
-        deterministic: as in :func:`flashmhf.flash_mhf`.
+            them.
+        q_norm, q_norm_eps: per-head RMS normalisation of Q (official setting; the paper's text has none), and its eps.
+        skip_linear: leave out W_in and W_out. bias: give them biases.
+        backend, deterministic, activation: as in :func:`flashmhf.flash_mhf`.
 
     State: in_proj.weight, k, u, v [num_kv_heads, E, d_e, d_h], router [H, d_h, E], out_proj.weight; q_norm.weight [H,
-    d_h] when on.
+    d_h].
 
-    Raises TypeError for arguments of a wrong type, ValueError for sizes below 1, a d_model that H does not divide, an H
-    that num_kv_heads does not divide, an eps that is negative or not finite, an unknown activation or backend, and a
-    bias with skip_linear. A call raises ValueError if the last dimension of x is not d_model or x is on another device,
-    TypeError if x has another dtype than the module.
+    Raises TypeError for arguments of a wrong type, ValueError for sizes below 1 or that do not divide, an eps that is
+    negative or not finite, an unknown activation or back end, and a bias with skip_linear. A call raises ValueError if
+    the last dimension of x is not d_model or x is on another device, TypeError if x has another dtype than the module.
     """
 
-    num_subnets: int
-    subnet_dim: int
     router_eps = constant("router_eps")
-    backend: str
-    deterministic: bool | None
-    router: nn.Parameter
 
     def __init__(
         self, d_model: int, num_heads: int, num_subnets: int, subnet_dim: int | None = None, *,
@@ -76,17 +63,15 @@ class FlashMHF(GroupedHeads):
         projections = {"bias": bias, "device": device, "dtype": dtype, "skip_linear": skip_linear}
         super().__init__(d_model, num_heads, num_kv_heads, q_norm, q_norm_eps, activation, **projections)
         self.num_subnets = positive("num_subnets", num_subnets)
-        self.subnet_dim = (
-            default_subnet_dim(self.head_dim) if subnet_dim is None else positive("subnet_dim", subnet_dim)
+        self.subnet_dim = positive(
+            "subnet_dim", default_subnet_dim(self.head_dim) if subnet_dim is None else subnet_dim
         )
         self.router_eps = epsilon("router_eps", router_eps)
         self.backend = check_name(backend)
         self.deterministic = instance("deterministic", deterministic, bool | None, "a bool or None")
-        shape = self.weight_shape
-        self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in range(3))
-        self.router = nn.Parameter(
-            torch.empty(self.num_heads, self.head_dim, self.num_subnets, device=device, dtype=dtype)
-        )
+        shape, factory = self.weight_shape, {"device": device, "dtype": dtype}
+        self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, **factory)) for _ in range(3))
+        self.router = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.num_subnets, **factory))
         self._draw()
 
     def _draw(self) -> None:
@@ -129,20 +114,11 @@ class FlashMHF(GroupedHeads):
         return plain_layer(self, (k, u, v) if k.dim() == 4 else self._weights(), router)
 
     def _mix(self, q: Tensor) -> Tensor:
-        """Return S for Q, both [..., H, d_h].
-
-        The caller keeps no reference to Q: without gradients it is released before out_proj.
+        """Return S for Q, both [..., H, d_h]. The caller keeps no reference to Q: without gradients it is released
+        before out_proj.
         """
-        q = self.normalise(q)
-        return gated_flash_mhf(
-            q,
-            *self._weights(),
-            self.router,
-            self.router_eps,
-            deterministic=self.deterministic,
-            backend=self.backend,
-            activation=self.activation,
-        )
+        how = {"deterministic": self.deterministic, "backend": self.backend, "activation": self.activation}
+        return gated_flash_mhf(self.normalise(q), *self._weights(), self.router, self.router_eps, **how)
 
     def extra_repr(self) -> str:
         names = ["d_model", "num_heads", "num_subnets", "subnet_dim"]

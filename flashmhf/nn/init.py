@@ -3,16 +3,13 @@
 ``init`` "normal" draws every weight from N(0, initializer_range); "official" takes the official code's settings:
 projections xavier_uniform with gain 0.707, K U V normal 0.02, router truncated normal 0.02.
 
-"balanced", the default of all networks but ParametricKV, is ours, not the paper's. It keeps the variance of a
-unit-variance input: Q = X W_in, M = Q K^T and N = Q U^T start at variance 1, the sum over sub-networks too, and the
-network's output at 1 / (2 num_layers), so that the residual stream of a model of num_layers blocks grows by 1 over its
-depth. At N(0, 0.02) the output of FlashMHF starts hundreds of times smaller than SwiGLU's: it is a product of five
-weights, against SwiGLU's three, and the gate divides by E. Routers stay N(0, initializer_range): gates near 1/E.
-docs/quality.md has the trainings that compare the two.
+"balanced", the default of all networks but ParametricKV, is ours, not the paper's. For an input of unit variance Q, M =
+Q K^T, N = Q U^T and the sum over sub-networks start at variance 1, and the output at 1 / (2 num_layers): the residual
+stream grows by 1 over the depth. At N(0, 0.02) the output of FlashMHF starts hundreds of times smaller than SwiGLU's.
+Routers stay N(0, initializer_range): gates near 1/E. docs/quality.md compares the two.
 
-ParametricKV's default is "normal": its softmax averages num_kv values, so unit variance needs V of std sqrt(num_kv /
-e), 24 for 1584 keys. An Adam step moves a weight by about the learning rate whatever its size, so values so large keep
-their random start for hundreds of steps, and decoupled weight decay dominates what they learn.
+ParametricKV's default is "normal": unit variance would need V of std sqrt(num_kv / e), values so large that they keep
+their random start for hundreds of Adam steps.
 """
 
 from __future__ import annotations
@@ -35,12 +32,10 @@ GATED_VARIANCE = {"silu": SWIGLU_VARIANCE, "gelu": 0.42522, "relu": 0.5, "relu2"
 
 @dataclass(frozen=True)
 class OfficialInit:
-    """Hold the gains of the official initialisation; the defaults are those of its shipped mixtures
-    (``configs/mhffnmoe``).
+    """Hold the gains of the official initialisation; the defaults are those of its shipped mixtures.
 
     in_proj, out_proj: gains of xavier_uniform. k, u, v, router: factors of the standard deviation. identity: W_in and
-    W_out begin as identities. Raises TypeError if a gain is not a number or identity is not a bool, ValueError if a
-    gain is negative or not finite.
+    W_out begin as identities. Raises TypeError for wrong types, ValueError if a gain is negative or not finite.
     """
 
     in_proj: float = 0.707
@@ -79,9 +74,8 @@ class Scheme:
         return 1 / math.sqrt(2 * self.num_layers)
 
     def draw(self, weight: Tensor, role: str, std: float) -> None:
-        """Draw ``weight`` in place.
-
-        ``role`` is its gain in :class:`OfficialInit`, ``std`` its standard deviation under "balanced".
+        """Draw ``weight`` in place. ``role`` is its gain in :class:`OfficialInit`, ``std`` its standard deviation under
+        "balanced".
         """
         gain = getattr(self.official, role)
         if self.init != "official":
@@ -103,9 +97,8 @@ class Scheme:
 class Projection(nn.Linear):
     """A linear layer whose own ``reset_parameters`` draws what its network documents.
 
-    FSDP and ``to_empty`` recipes call ``reset_parameters`` of every module in an order of their own, and
-    ``deepspeed.zero.Init`` takes the weights away when the layer's constructor ends: what a network draws into its
-    children afterwards would be lost.
+    FSDP and ``to_empty`` recipes call that of every module in an order of their own, and ``deepspeed.zero.Init`` takes
+    the weights away when the layer's constructor ends.
     """
 
     def __init__(

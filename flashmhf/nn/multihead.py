@@ -47,9 +47,8 @@ def check_matches(x: Tensor, first: nn.Module | Tensor) -> None:
 
 
 class HeadRMSNorm(nn.Module):
-    """RMS normalisation over d_h with a weight per head, in fp32 (official setting for the 370M and 1.3B models).
-
-    Takes [..., H, d_h] and returns the same shape in the input's dtype.
+    """RMS normalisation over d_h with a weight per head, in fp32 (official setting for the 370M and 1.3B models). Takes
+    [..., H, d_h] and returns the same shape in the input's dtype.
     """
 
     eps = constant("eps")
@@ -92,7 +91,6 @@ def plain_layer(module: nn.Module, networks: tuple[Tensor, ...], router: Tensor)
 
 class MultiHead(Network):
     """The base of FlashMHF, MHFFN and ParametricKV: W_in, heads, W_out. ``k`` and its siblings belong to the subclass.
-
     skip_linear leaves out W_in and W_out: the heads are slices of x and of the result.
     """
 
@@ -100,9 +98,6 @@ class MultiHead(Network):
     SHARDED: ClassVar[dict[str, int]] = dict.fromkeys(
         ("k", "u", "v", "router", "q_norm.weight", "in_proj.weight", "in_proj.bias"), 0
     ) | {"out_proj.weight": 1}
-    d_model: int
-    num_heads: int
-    head_dim: int
     in_proj: nn.Linear | None
     out_proj: nn.Linear | None
 
@@ -117,9 +112,7 @@ class MultiHead(Network):
         self.head_dim = self.d_model // self.num_heads
         flag("bias", bias)
         if flag("skip_linear", skip_linear) and bias:
-            raise ValueError(
-                "bias is True; the biases are those of in_proj and out_proj, which skip_linear=True leaves out"
-            )
+            raise ValueError("bias is True; in_proj and out_proj, whose biases they are, skip_linear=True leaves out")
         self.in_proj = self.out_proj = None
         for name in () if skip_linear else ("in_proj", "out_proj"):
             self._add_projection(name, (self.d_model, self.d_model), name, self.d_model, bias, device, dtype)
@@ -129,9 +122,8 @@ class MultiHead(Network):
         return self.in_proj is None
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """Return Q = split_H(X W_in) [..., H, d_h] for x [..., d_model], a view of the projection's result.
-
-        H is what in_proj gives: under tensor parallelism a rank has some of the heads.
+        """Return Q = split_H(X W_in) [..., H, d_h] for x [..., d_model], a view of the projection's result. H is what
+        in_proj gives: under tensor parallelism a rank has some of the heads.
         """
         check_input(x, self.d_model)
         check_matches(x, self.k if self.skip_linear else self.in_proj)
@@ -145,9 +137,6 @@ class MultiHead(Network):
 class GroupedHeads(MultiHead):
     """The base of FlashMHF and MHFFN: q_norm, heads that share K, U and V, the activation."""
 
-    num_kv_heads: int
-    activation: str
-    q_norm: HeadRMSNorm | None
     k: nn.Parameter
     u: nn.Parameter
     v: nn.Parameter
@@ -161,17 +150,12 @@ class GroupedHeads(MultiHead):
         self.num_kv_heads = divisor("num_kv_heads", num_kv_heads, "num_heads", self.num_heads)
         checks.activation(activation)
         self.activation = activation
-        q_norm_eps = epsilon("q_norm_eps", q_norm_eps)
+        sizes = (self.num_heads, self.head_dim, epsilon("q_norm_eps", q_norm_eps))
         factory = settings["device"], settings["dtype"]
-        self.q_norm = (
-            HeadRMSNorm(self.num_heads, self.head_dim, q_norm_eps, *factory) if flag("q_norm", q_norm) else None
-        )
+        self.q_norm = HeadRMSNorm(*sizes, *factory) if flag("q_norm", q_norm) else None
 
     def _draw_heads(self, summed: float) -> None:
-        """Draw k, u, v and q_norm.
-
-        ``summed``: the number of products that S sums, times the square of the gates' mean.
-        """
+        """Draw k, u, v and q_norm. ``summed``: the number of products that S sums, times the gates' mean squared."""
         value = (GATED_VARIANCE[self.activation] * summed) ** -0.5
         value *= self.scheme.residual if self.skip_linear else 1.0  # without W_out the output's variance is V's
         for name, std in (("k", self.head_dim**-0.5), ("u", self.head_dim**-0.5), ("v", value)):

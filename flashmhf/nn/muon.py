@@ -97,28 +97,22 @@ def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon (K. Jordan, 2024) for groups with ``muon=True``, AdamW, as in torch.optim, for those with ``muon=False``.
 
-    :func:`flashmhf.param_groups` makes the groups: ``Muon(param_groups(model, lr, weight_decay, muon=True))``.
-
-    The update of a matrix is its Nesterov momentum, orthogonalised, with elements of root mean square 0.2, so that
-    learning rates and weight decay mean what they mean for AdamW. A parameter of more than two dimensions is a stack of
-    matrices, each treated by itself. Parameters may be DTensors, as FSDP2 and tensor parallelism make them. Make the
-    optimizer after ``parallelize`` and ``fully_shard``: they replace the parameters. Every rank must step the same
-    parameters. A step is never compiled: under ``torch.compile`` it runs eagerly, with the same result.
+    :func:`flashmhf.param_groups` makes the groups: ``Muon(param_groups(model, lr, weight_decay, muon=True))``. The
+    update of a matrix is its Nesterov momentum, orthogonalised, with elements of root mean square 0.2, so that rates
+    and decay mean what they mean for AdamW. A parameter of more dimensions is a stack of matrices. Make the optimizer
+    after ``parallelize`` and ``fully_shard``; every rank must step the same parameters. A step runs eagerly under
+    ``torch.compile``.
 
     Args:
-        params: groups with the key "muon".
-        lr: the learning rate of groups without one of their own, for Muon and AdamW alike; a float, or a tensor of no
-            dimensions that a captured CUDA graph reads.
-        weight_decay: the decoupled weight decay of groups without one of their own.
-        momentum: the momentum of Muon, at least 0 and below 1.
-        betas: AdamW's decay rates of the two moments, each at least 0 and below 1.
-        eps: AdamW's term in the denominator.
+        params: groups with the key "muon". lr and weight_decay (decoupled) are for groups without their own; lr may be
+            a tensor that a captured CUDA graph reads.
+        momentum: of Muon, at least 0 and below 1. betas, eps: AdamW's.
         fused: whether AdamW's fused kernel runs; None runs it for groups whose parameters are all on a GPU.
-        capturable: whether a CUDA graph can capture the step: AdamW's step counts are then on the GPU.
+        capturable: whether a CUDA graph can capture the step.
 
-    Raises ValueError for a group without "muon", a vector in a Muon group, amsgrad=True, differentiable=True, and
-    maximize=True in a Muon group, TypeError for a Muon group with integers or complex numbers. ``load_state_dict``
-    raises ValueError for the state of another optimizer. A step raises RuntimeError for a sparse gradient.
+    Raises ValueError for a group without "muon", a vector in a Muon group, amsgrad, differentiable, maximize in a Muon
+    group, and the state of another optimizer; TypeError for integers or complex numbers in a Muon group. A step raises
+    RuntimeError for a sparse gradient.
     """
 
     def __init__(
@@ -160,10 +154,7 @@ class Muon(torch.optim.Optimizer):
             group["fused"] = all(parameter.is_cuda for parameter in group["params"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of :meth:`state_dict`.
-
-        Raises ValueError if its groups follow other rules than this optimizer's.
-        """
+        """Take the state of :meth:`state_dict`. Raises ValueError if its groups follow other rules."""
         groups = state_dict["param_groups"]
         found, expected = ([group.get("muon") for group in each] for each in (groups, self.param_groups))
         if found != expected:
@@ -236,21 +227,13 @@ class Muon(torch.optim.Optimizer):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         moments = ([self.state[p][name] for p in parameters] for name in ("exp_avg", "exp_avg_sq"))
+        settings = ("lr", "weight_decay", "eps", "maximize", "fused", "foreach", "capturable")
         adamw(
-            parameters,
-            [parameter.grad for parameter in parameters],
-            *moments,
-            [],
+            parameters, [parameter.grad for parameter in parameters], *moments, [],
             [self.state[parameter]["step"] for parameter in parameters],
-            has_complex=any(parameter.is_complex() for parameter in parameters),
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            **{
-                name: group[name]
-                for name in ("lr", "weight_decay", "eps", "maximize", "fused", "foreach", "capturable")
-            },
-        )
+            has_complex=any(parameter.is_complex() for parameter in parameters), amsgrad=False,
+            beta1=group["betas"][0], beta2=group["betas"][1], **{name: group[name] for name in settings},
+        )  # fmt: skip
 
 
 def _check(found: str, group: dict[str, Any]) -> None:

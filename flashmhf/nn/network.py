@@ -1,6 +1,4 @@
-"""The base classes of the networks: they draw their own weights, and their weights stay contiguous. The constants of a
-module.
-"""
+"""The base classes of the networks: they draw their own weights, which stay contiguous. Constants of a module."""
 
 from __future__ import annotations
 
@@ -17,11 +15,8 @@ from .init import OfficialInit, Projection, Scheme
 
 
 def constant(name: str) -> property:
-    """Return the property ``name`` of a module: a float that ``torch.compile`` takes for a constant and whose change it
-    sees.
-
-    Under ``dynamic=True`` a float attribute becomes an input of the graph, and its guard makes a tensor in every call.
-    A text does not.
+    """Return the property ``name`` of a module: a float, stored as text, which ``torch.compile`` takes for a constant.
+    Under ``dynamic=True`` a float would become an input of the graph, and its guard makes a tensor in every call.
     """
     text = f"_{name}"
     return property(
@@ -74,7 +69,7 @@ class Network(Contiguous):
         dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         """Make the child ``name`` a projection (in, out features) from ``fan_in`` inputs of unit variance; role:
-        in_proj or out_proj.
+        in_proj, out_proj.
         """
         setattr(self, name, Projection(*sizes, role, fan_in, self.scheme, bias=bias, device=device, dtype=dtype))
         self._drawn_projections = {**self._drawn_projections, name: (role, fan_in)}
@@ -83,25 +78,16 @@ class Network(Contiguous):
         self, init: str | None = None, initializer_range: float | None = None, num_layers: int | None = None,
         official: OfficialInit | None = None,
     ) -> None:  # fmt: skip
-        """Draw the weights anew.
+        """Draw the weights anew. An argument that is None keeps its last value.
 
-        An argument that is None keeps its last value; the first are "balanced" ("normal" for ParametricKV), 0.02, 1 and
-        the official code's gains.
-
-        Args:
-            init: "balanced" (ours, which keeps unit variances), "official" or "normal" (see flashmhf.nn.init).
-            initializer_range: the standard deviation of "normal", and of the router under "balanced".
-            num_layers: how many networks the model has. Under "balanced" each adds 1 / (2 num_layers) to the residual
-                stream's variance.
-            official: the gains of "official".
-
-        Raises TypeError for arguments of a wrong type, ValueError for an unknown init, a negative range and num_layers
-        below 1.
+        init: "balanced" (the first, but for ParametricKV), "official" or "normal" (flashmhf.nn.init).
+        initializer_range: the standard deviation of "normal", and of the router under "balanced" (0.02). num_layers:
+        how many networks the model has (1). official: the gains of "official". Raises TypeError for arguments of a
+        wrong type, ValueError for an unknown init, a negative range and num_layers below 1.
         """
         given = {"init": init, "initializer_range": initializer_range, "num_layers": num_layers, "official": official}
-        self.set_scheme(
-            dataclasses.replace(self.scheme, **{name: value for name, value in given.items() if value is not None})
-        )
+        changed = {name: value for name, value in given.items() if value is not None}
+        self.set_scheme(dataclasses.replace(self.scheme, **changed))
         self._draw()
         for name, drawn in self._drawn_projections.items():
             self.scheme.draw_projection(getattr(self, name), *drawn)

@@ -19,10 +19,8 @@ ADAMW_PROJECTION_RATE, MUON_PROJECTION_RATE = 0.3, 1.0
 
 
 def roles(model: nn.Module) -> dict[str, str]:
-    """Return the role of each named parameter of ``model``; a shared parameter has one name.
-
-    Roles: "projection" (in_proj and out_proj of a multi-head network), "k", "u", "v", "router", "undecayed" (fewer than
-    two dimensions, or q_norm's weight) and "other".
+    """Return the role of each named parameter: "projection" (in_proj and out_proj of a multi-head network), "k", "u",
+    "v", "router", "undecayed" (fewer than two dimensions, or q_norm's weight) or "other".
     """
     found = {name: "undecayed" if parameter.dim() < 2 else "other" for name, parameter in model.named_parameters()}
     for prefix, module in model.named_modules():
@@ -45,33 +43,24 @@ def param_groups(
     model: nn.Module, lr: float, weight_decay: float, *, projection_rate: float | None = None, muon: bool = False,
     outputs: Iterable[nn.Module] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return ``model``'s parameter groups for an optimizer with decoupled weight decay: ``torch.optim.AdamW``,
-    :class:`flashmhf.Muon`.
+    """Return ``model``'s parameter groups for AdamW and :class:`flashmhf.Muon`, with decoupled weight decay.
 
-    in_proj and out_proj of :class:`FlashMHF` layers learn at ``projection_rate`` of ``lr``. M = Q K^T is a product of
-    two learned matrices, W_in and K, and so is what a token receives, V W_out. If both matrices learn at Adam's full
-    rate, their product changes about twice as fast as one SwiGLU matrix. AdamW decays by lr * weight_decay per step, so
-    that group's weight decay is divided by the same factor and the decay per step stays equal. Vectors (norms, biases)
-    and q_norm's weights are not decayed.
+    in_proj and out_proj of FlashMHF learn at ``projection_rate`` of ``lr``: M = Q K^T and V W_out are products of two
+    learned matrices, which change about twice as fast as one. Their weight decay is divided by the same factor. Vectors
+    (norms, biases) and q_norm's weights are not decayed.
 
     Args:
-        model: any module; every trainable parameter is in one group, shared ones once. Frozen parameters are left out.
-        lr: the learning rate of all parameters but the projections. A loop that sets rates by itself multiplies by the
-            group's share: ``group["lr"] = lr * group["lr_scale"]``.
-        weight_decay: the weight decay of all matrices but the projections, whose own is chosen so that the decay per
-            step is equal.
+        model: any module; every trainable parameter is in one group, shared ones once.
+        lr, weight_decay: of all but the projections. A loop that sets rates itself uses ``lr * group["lr_scale"]``.
         projection_rate: the share of ``lr`` that the projections get, above 0. None: 0.3, and 1.0 with ``muon``.
-        muon: mark the groups for :class:`flashmhf.Muon`: "muon" is True in those of matrices, False in those of
-            vectors, q_norm's weights, embeddings and output layers.
+        muon: set "muon" in the groups, False for vectors, q_norm's weights, embeddings and output layers.
         outputs: with ``muon``, the output layers. None: what ``get_output_embeddings()`` of ``model`` or of a part
             says; without it the linear layers with as many output features as the largest embedding has rows.
 
-    Returns groups with "params", "lr", "lr_scale" and "weight_decay", and "muon" if asked for. Empty groups are left
-    out.
-
-    Raises TypeError if ``model`` is not a module or a rate is not a number, ValueError for a negative rate, a
-    projection_rate of 0, and where ``outputs`` must be given: a linear layer without ``get_output_embeddings()`` has as
-    many output features as a smaller embedding has rows, or as the largest one has and as it has inputs.
+    Returns groups with "params", "lr", "lr_scale", "weight_decay", and "muon" if asked for. Raises TypeError if
+    ``model`` is not a module or a rate is not a number, ValueError for a negative rate, a projection_rate of 0, and
+    where ``outputs`` must be given: a linear layer has as many output features as a smaller embedding has rows, or as
+    the largest one has and as it has inputs.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     lr, weight_decay = epsilon("lr", lr), epsilon("weight_decay", weight_decay)
@@ -79,19 +68,13 @@ def param_groups(
         projection_rate = MUON_PROJECTION_RATE if muon else ADAMW_PROJECTION_RATE
     if not epsilon("projection_rate", projection_rate) > 0:
         raise ValueError(f"projection_rate is {projection_rate}; it must be above 0")
-    flash = {
-        id(parameter) for module in model.modules() if isinstance(module, FlashMHF) for parameter in module.parameters()
-    }
-    # the share of the rate, and the decay
-    rates = {
-        "plain": (1.0, weight_decay),
-        "projection": (projection_rate, weight_decay / projection_rate),
-        "undecayed": (1.0, 0.0),
-    }
+    networks = [module for module in model.modules() if isinstance(module, FlashMHF)]
+    flash = {id(parameter) for module in networks for parameter in module.parameters()}
+    rates = {"plain": (1.0, weight_decay), "undecayed": (1.0, 0.0)}  # the share of the rate, and the decay
+    rates["projection"] = projection_rate, weight_decay / projection_rate
     vocabulary = vocabulary_weights(model, outputs) if muon else set()
-    groups: dict[tuple[str, bool], list[Tensor]] = {
-        (kind, is_matrix): [] for kind in rates for is_matrix in (False, True)
-    }
+    kinds = ("plain", "projection", "undecayed")
+    groups: dict[tuple[str, bool], list[Tensor]] = {(kind, matrix): [] for kind in kinds for matrix in (False, True)}
     parameters = dict(model.named_parameters())
     for name, role in roles(model).items():
         parameter = parameters[name]
@@ -115,10 +98,8 @@ def vocabulary_weights(model: nn.Module, outputs: Iterable[nn.Module] | None = N
     embeddings = [module for module in modules.values() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     found = {id(module.weight) for module in embeddings}
     if outputs is None:
-        says = [
-            module.get_output_embeddings() for module in modules.values() if hasattr(module, "get_output_embeddings")
-        ]
-        outputs = [module for module in says if module is not None]
+        ways = [getattr(module, "get_output_embeddings", None) for module in modules.values()]
+        outputs = [module for module in (way() for way in ways if way) if module is not None]
         if not outputs and not hasattr(model, "get_output_embeddings"):
             sizes = {module.num_embeddings for module in embeddings}
             own = {part for module in modules.values() if isinstance(module, Network) for part in module.modules()}

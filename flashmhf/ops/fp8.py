@@ -77,20 +77,10 @@ def _in_graph(call: Call) -> Tensor | None:
 _OPERANDS = "Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales"
 _SETTINGS = '*, str backend="auto"'
 define(
-    "fp8_forward",
-    f"({_OPERANDS}, Tensor? r=None, {_SETTINGS}) -> Tensor",
-    _forward,
-    values,
-    _fake,
-    _in_graph,
+    "fp8_forward", f"({_OPERANDS}, Tensor? r=None, {_SETTINGS}) -> Tensor", _forward, values, _fake, _in_graph,
     casts="q",
-)
+)  # fmt: skip
 define(
-    "fp8_gated_forward",
-    f"({_OPERANDS}, Tensor w, float eps, {_SETTINGS}) -> Tensor",
-    _gated_forward,
-    values,
-    _fake,
-    _in_graph,
-    casts="q",
-)
+    "fp8_gated_forward", f"({_OPERANDS}, Tensor w, float eps, {_SETTINGS}) -> Tensor", _gated_forward, values, _fake,
+    _in_graph, casts="q",
+)  # fmt: skip

@@ -12,17 +12,12 @@ from .library import widen
 
 
 def gate(q: Tensor, w: Tensor, eps: float = 1e-20) -> Tensor:
-    """Compute R = sigmoid(P) / (sum_e sigmoid(P) + eps) with P = Q_h W_h.
+    """Compute R = sigmoid(P) / (sum_e sigmoid(P) + eps) with P = Q_h W_h, differentiable.
 
-    Args:
-        q: [..., H, d_h], bf16, fp16, fp32 or fp64. R follows from its values in that dtype.
-        w: the router's weights [H, d_h, E], float32 or q's dtype.
-        eps: the term in the denominator, which the paper does not state. The default agrees with the paper and with the
-            official ``sum.clamp(min=1e-20)``.
-
-    Returns [..., H, E] in float32 (float64 for float64 inputs); products and sums are formed in that dtype.
-    Differentiable. Raises TypeError for wrong dtypes and non-tensors, ValueError for wrong shapes, strides and devices,
-    and for an eps that is negative or not finite.
+    q: [..., H, d_h]; w, the router's weights: [H, d_h, E], float32 or q's dtype; eps: the default agrees with the paper
+    and with the official ``sum.clamp(min=1e-20)``. Returns [..., H, E] in float32 (float64 for float64 inputs). Raises
+    TypeError for wrong dtypes and non-tensors, ValueError for wrong shapes, strides and devices, and for an eps that is
+    negative or not finite.
     """
     checks.strided(q=q, w=w)
     checks.instance("eps", eps, Real, "a float")

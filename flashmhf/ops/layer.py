@@ -1,9 +1,8 @@
-"""``torch.ops.flashmhf.layer`` and ``fp8_layer``: in_proj, the heads' networks and out_proj at inference, as one
-operator.
+"""``torch.ops.flashmhf.layer`` and ``fp8_layer``: in_proj, the heads' networks and out_proj at inference in one.
 
-A compiled layer is one node of the graph. It picks its kernels by the number of tokens when it runs: the compiler adds
-no guard on that number, and calls with a fixed number launch the same kernels every time, so that CUDA graphs can
-capture them. Whether a module's call may run so, and past the dispatcher, is decided here alone: :func:`serves`.
+A compiled layer is one node, which picks its kernels by the number of tokens when it runs: the compiler adds no guard
+on that number, and CUDA graphs can capture it. Whether a module's call may run so is decided here alone:
+:func:`serves`.
 """
 
 from __future__ import annotations
@@ -161,31 +160,20 @@ _TAIL = 'Tensor? q_norm=None, float q_norm_eps=0.0, *, str backend="auto"'
 _ENDS = ("x", "in_w", "in_bias", "out_w", "out_bias")
 define(
     "layer",
-    f'({_BEFORE}, Tensor k, Tensor u, Tensor v, Tensor? w, {_AFTER}, {_TAIL}, str activation="silu") -> Tensor',
-    _layer,
-    _checked_values,
-    _fake,
-    _in_graph,
-    casts=(*_ENDS, *"kuv"),
-)
+    f'({_BEFORE}, Tensor k, Tensor u, Tensor v, Tensor? w, {_AFTER}, {_TAIL}, str activation="silu") -> Tensor', _layer,
+    _checked_values, _fake, _in_graph, casts=(*_ENDS, *"kuv"),
+)  # fmt: skip
 define(
-    "fp8_layer",
-    f"({_BEFORE}, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w, {_AFTER}, {_TAIL}) -> Tensor",
-    _fp8_layer,
-    _checked_values,
-    _fake,
-    _in_graph,
-    casts=_ENDS,
-)
+    "fp8_layer", f"({_BEFORE}, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w, {_AFTER}, {_TAIL}) -> Tensor",
+    _fp8_layer, _checked_values, _fake, _in_graph, casts=_ENDS,
+)  # fmt: skip
 register_vmap("layer", 0)
 register_vmap("fp8_layer", 0)
 
 
 def call(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor:
-    """Return the layer's result [..., d_model] in x's dtype for x [..., d_model], by the operator that these weights
-    need.
-
-    in_proj and out_proj may hold the heads of one rank: the result is then that rank's part of the sum over the ranks.
+    """Return the layer's result [..., d_model] in x's dtype, by the operator that these weights need. in_proj and
+    out_proj may hold the heads of one rank: the result is then its part of the sum over the ranks.
     """
     in_proj, networks, router, eps, out_proj, *norm = weights
     operands = (x, *in_proj, *networks, router, eps, *out_proj, *norm)
@@ -221,9 +209,7 @@ def _stands_for_one(x: Tensor) -> bool:
 
 
 def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor:
-    """Return the layer's result for a call that :func:`serves` lets pass: in eager mode without the dispatcher, whose
-    time few tokens would notice.
-    """
+    """Return the layer's result for a call that :func:`serves` lets pass: eager mode skips the dispatcher."""
     if torch.compiler.is_compiling() or x.is_meta:
         return call(x, weights, backend, activation)
     return values(Call(x, weights, backend, activation))

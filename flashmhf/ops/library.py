@@ -1,6 +1,4 @@
-"""The library ``torch.ops.flashmhf`` and what every operator in it needs: kernels for all devices, fakes, autograd,
-autocast, vmap.
-"""
+"""The library ``torch.ops.flashmhf`` and what every operator in it needs: fakes, autograd, autocast, vmap."""
 
 from __future__ import annotations
 
@@ -23,16 +21,13 @@ def define(
     name: str, signature: str, describe: Callable[P, C], values: Callable[[C], R], fake: Callable[[C], R],
     in_graph: Callable[[C], R | None], autograd: Callable[[C], R] | None = None, casts: Collection[str] = (),
 ) -> None:  # fmt: skip
-    """Define an operator.
+    """Define the operator ``torch.ops.flashmhf.NAME`` with a dispatcher's ``signature``.
 
     Args:
-        name: ``torch.ops.flashmhf.NAME``.
-        signature: its arguments and results in the dispatcher's language.
-        describe: takes the same arguments and returns the call that they make, which the next three take.
-        values: runs it on every device. It and ``fake`` do the same checks.
-        fake: returns tensors of the results' shapes and dtypes.
-        in_graph: runs the call on fake tensors by an operator of the back end that it takes, which Inductor then calls
-            without Python; returns None where the back end has none.
+        describe: takes the arguments and returns the call that they make, which the others take.
+        values, fake: run it on every device, with the same checks as returning tensors of the results' shapes.
+        in_graph: runs it on fake tensors by a back end's operator, which Inductor then calls without Python, or returns
+            None.
         autograd: runs above autograd; None for an operator of inference, which refuses inputs that require a gradient.
         casts: the tensor arguments that autocast casts. Nothing inside the operator is cast again.
     """
@@ -96,9 +91,8 @@ def cast(x: Any, dtype: torch.dtype) -> Any:
 
 
 def widen(x: Any, dtype: torch.dtype) -> Any:
-    """Return an operand that autocast to ``dtype`` does not cast.
-
-    The other 16-bit dtype becomes float32: no operator mixes the two.
+    """Return an operand that autocast to ``dtype`` does not cast. The other 16-bit dtype becomes float32: no operator
+    mixes the two.
     """
     return x.float() if isinstance(x, Tensor) and x.dtype in checks.FLOAT_DTYPES[:2] and x.dtype != dtype else x
 
@@ -133,9 +127,7 @@ def register_vmap(name: str, *tokens: int) -> None:
 
 
 def _leading_batch(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """Return the batch as the first dimension, copied where the tokens would lie at more strides than every back end
-    reads in place.
-    """
+    """Return the batch as the first dimension, copied where tokens would lie at more strides than is read in place."""
     if x is None:
         return None
     if dim is None:
@@ -148,10 +140,8 @@ def _one_by_one(
     op: Callable, size: int, in_dims: tuple[int | None, ...], args: Sequence[Any], settings: dict[str, Any]
 ) -> tuple[Any, Any]:
     def entry(i: int) -> tuple[Tensor, ...]:
-        result = op(
-            *(x if dim is None else x.select(dim, i).contiguous() for x, dim in zip(args, in_dims, strict=True)),
-            **settings,
-        )
+        places = zip(args, in_dims, strict=True)
+        result = op(*(x if dim is None else x.select(dim, i).contiguous() for x, dim in places), **settings)
         return (result,) if isinstance(result, Tensor) else result
 
     if size:

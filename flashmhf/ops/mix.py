@@ -1,8 +1,7 @@
 """The operators ``torch.ops.flashmhf.*`` of the heads' networks, and the functions in front of them.
 
-Each operator is a function that turns its arguments into a :class:`Call`. What follows is the same for all: check ->
-select the back end -> run it on the current stream, without synchronising and without copying q; shapes for fake
-tensors, autograd, autocast and vmap.
+Each turns its arguments into a :class:`Call`; the rest is the same for all: check -> select the back end -> run it on
+the current stream, without synchronising and without copying q; fakes, autograd, autocast and vmap.
 """
 
 from __future__ import annotations
@@ -83,9 +82,8 @@ def _gated_backward(
 
 
 def check(call: Call) -> None:
-    """Raise for operands that do not belong together.
-
-    The definition reads weights of any strides, such as vmap's slices of a batch.
+    """Raise for operands that do not belong together. The definition reads weights of any strides, such as vmap's
+    slices of a batch.
     """
     q, k, u, v, r, backend, settings, grad_out = call
     contiguous = backend != REFERENCE
@@ -250,26 +248,22 @@ def flash_mhf(
     q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, backend: str = "auto",
     deterministic: bool | None = None, activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    """Compute S[t,h] = sum_e R[t,h,e] (SiLU(Q K_e^T) * (Q U_e^T)) V_e without the T x d_ff intermediate (paper, section
-    3.2).
+    """Compute S[t,h] = sum_e R[t,h,e] (SiLU(Q K_e^T) * (Q U_e^T)) V_e without the T x d_ff intermediate (paper, 3.2).
 
     Args:
-        q: [..., H, d_h], any leading dimensions; bf16, fp16, fp32 or fp64 (which back end takes which:
-            ``flashmhf.info``). k, u, v: [H_kv, E, d_e, d_h], contiguous, q's dtype. H is a multiple of H_kv; head h of
-            q takes head h // (H / H_kv) of k, u, v.
+        q: [..., H, d_h], any leading dimensions; bf16, fp16, fp32 or fp64 (see ``flashmhf.info``).
+        k, u, v: [H_kv, E, d_e, d_h], contiguous, q's dtype. Head h of q takes head h // (H / H_kv).
         r: gate values [..., H, E], float32 or q's dtype; None stands for weights of 1.
-        backend: "auto" (the first of hopper, triton, eager that supports device, dtype and shape), one of these names,
-            or "reference": the definition, which materialises T x d_ff per head and which PyTorch differentiates,
-            transforms and exports in every way.
+        backend: "auto" (the first of hopper, triton, eager that supports the call), one of these, or "reference": the
+            definition, which materialises T x d_ff and which PyTorch differentiates, transforms and exports in every
+            way.
         deterministic: whether gradients are bitwise equal from run to run; None follows
-            ``torch.are_deterministic_algorithms_enabled()``, read now, not in backward.
+            ``torch.are_deterministic_algorithms_enabled()``, read now.
         activation: "silu" (the paper's), "gelu" (with erf), "relu" or "relu2" (its square); hopper has "silu" only.
 
-    Returns [..., H, d_h] in q's dtype, contiguous. Differentiable once in q, k, u, v, r; with backend="reference" any
-    number of times.
-
-    Raises TypeError (dtypes, non-tensors), ValueError (shapes, strides, devices, unknown back end), NotImplementedError
-    (an explicit back end that cannot run), each naming the argument, what it got and what is supported.
+    Returns [..., H, d_h] in q's dtype, contiguous; differentiable once (with "reference" any number of times). Raises
+    TypeError (dtypes, non-tensors), ValueError (shapes, strides, devices, unknown back end), NotImplementedError (an
+    explicit back end that cannot run), each naming the argument, what it got and what is supported.
     """
     checks.strided(q=q, k=k, u=u, v=v, **({} if r is None else {"r": r}))
     checks.instance("backend", backend, str)  # the dispatcher would raise a RuntimeError
@@ -286,9 +280,8 @@ def gated_flash_mhf(
     q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, backend: str = "auto",
     deterministic: bool | None = None, activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    """Compute :func:`flash_mhf` with r = gate(q, w, eps), which the hopper back end computes in the same kernel.
-
-    w: [H, d_h, E].
+    """Compute :func:`flash_mhf` with r = gate(q, w, eps), which the hopper back end computes in the same kernel. w: [H,
+    d_h, E].
     """
     if backend == REFERENCE:
         return _definition(q, k, u, v, Router(w, eps), activation)

@@ -27,7 +27,6 @@ _KEPT += ("router_eps", "activation", "backend", "deterministic", "skip_linear")
 
 def own_method(network: nn.Module) -> str | None:
     """Return the name of a method with which ``network`` computes something else than FlashMHF, None if there is none.
-
     This package's own subclasses compute the same.
     """
     package = __package__.removesuffix("quantize")
@@ -36,14 +35,11 @@ def own_method(network: nn.Module) -> str | None:
 
 
 class Fp8FlashMHF(FixedDtypes, Contiguous):
-    """Run FlashMHF for inference with K, U and V in e4m3. :func:`to_fp8` makes it, and the constructor raises what that
-    raises.
+    """Run FlashMHF for inference with K, U and V in e4m3; :func:`to_fp8` makes it.
 
-    State: k8, u8, v8, scales and layout as in :class:`PackedWeights`, router [H, d_h, E], in_proj and out_proj as they
-    were, q_norm.weight if there is one. ``.to(dtype)``, ``.half()`` and ``.float()`` do not change the packed weights.
-
-    A call raises ValueError if the last dimension of x is not d_model, NotImplementedError if x requires a gradient and
-    gradients are enabled.
+    State: k8, u8, v8, scales and layout as in :class:`PackedWeights`, which ``.to(dtype)`` leaves alone, and router,
+    in_proj, out_proj, q_norm as they were. A call raises ValueError for a wrong last dimension of x,
+    NotImplementedError if x requires a gradient and gradients are enabled.
     """
 
     fixed = ("k8", "u8", "v8", "scales", "layout")
@@ -80,8 +76,9 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
         for name in _KEPT:
             setattr(self, name, getattr(network, name))
         packed = pack_fp8(*(weight.detach() for weight in network._weights()))
-        for name, tensor in packed.state_dict().items():
-            self.register_buffer(name, tensor.to(packed.k8.device))
+        for name, tensor in zip(self.fixed, packed.tensors, strict=False):
+            self.register_buffer(name, tensor)
+        self.register_buffer("layout", torch.tensor([LAYOUT], dtype=torch.uint8, device=packed.k8.device))
         self.register_buffer("router", network.router.detach().clone())
         for name in ("in_proj", "out_proj", "q_norm"):
             module = getattr(network, name)
@@ -118,11 +115,7 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
         return mixed.flatten(-2) if self.out_proj is None else self.out_proj(mixed.flatten(-2))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load as PyTorch does.
-
-        Raises TypeError for packed weights of another dtype, which ``copy_`` would round without their scale, and
-        ValueError for another layout.
-        """
+        """Load as PyTorch does. Raises TypeError for packed weights of another dtype, ValueError for another layout."""
         for name in self.fixed:
             stored, own = state_dict.get(prefix + name), getattr(self, name)
             if isinstance(stored, Tensor) and stored.dtype != own.dtype:
@@ -141,36 +134,28 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
 
 
 def to_fp8(network: FlashMHF) -> Fp8FlashMHF:
-    """Return ``network`` with K, U and V in e4m3, an inference module with weights of its own. W_in and W_out keep
-    their dtype, and the back end stays.
+    """Return ``network`` with K, U and V in e4m3, an inference module with weights of its own.
 
     Raises TypeError if ``network`` is not a FlashMHF or its weights are not floating; ValueError if d_e or d_h is not a
-    multiple of 16, the activation is not SiLU, the back end is "reference", and for weights that are not the module's
-    own: offloaded, on the meta device or parametrised; NotImplementedError for a network with methods of its own or
-    hooks and for parameters that are DTensors.
+    multiple of 16, the activation is not SiLU, the back end is "reference", and for weights that are offloaded, on the
+    meta device or parametrised; NotImplementedError for methods of its own, hooks, and DTensors.
     """
     checks.instance("network", network, FlashMHF, "a flashmhf.FlashMHF")
     check_held("", network)
     return Fp8FlashMHF(network).eval()
 
 
-def is_flashmhf(module: nn.Module, name: str = "") -> bool:
-    """Return whether ``module`` is a FlashMHF: a ``filter_fn`` of torchao's ``quantize_``. ``name`` is unused."""
-    return isinstance(module, FlashMHF)
-
-
 def quantize_(model: nn.Module) -> list[str]:
     """Replace every FlashMHF in ``model``, in place, by its FP8 module (:func:`to_fp8`) and return their names.
 
-    ``save_pretrained`` of a transformers model records it, and ``from_pretrained`` then loads it, once
-    ``flashmhf.models`` is imported. Raises TypeError if ``model`` is not a module, ValueError if it holds no FlashMHF,
-    is one itself (use :func:`to_fp8`) or has networks that an adapter holds, and what :func:`to_fp8` raises; the model
-    is then as it was.
+    ``save_pretrained`` of a transformers model records it. Raises TypeError if ``model`` is not a module, ValueError if
+    it holds no FlashMHF, is one itself or an adapter holds one, and what :func:`to_fp8` raises; the model is then as it
+    was.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     if isinstance(model, FlashMHF):
         raise ValueError("model is a FlashMHF, which cannot be replaced in place; supported: to_fp8(model)")
-    found = [name for name, module in model.named_modules(remove_duplicate=False) if is_flashmhf(module)]
+    found = [name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, FlashMHF)]
     if not found:
         raise ValueError("model holds no FlashMHF")
     for name in found:

@@ -1,11 +1,8 @@
-"""Packed weights: K, U and V in e4m3, in the order in which the FP8 kernels read them (flashmhf.backends.fp8_layout),
-with their scales.
-"""
+"""Packed weights: K, U and V in e4m3, in the order in which the FP8 kernels read them, with their scales."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,12 +19,9 @@ V_MAX = 112.0  # of |v8|: a product with an a8 of 448 stays within fp16, in whic
 class PackedWeights:
     """Hold K, U and V in e4m3 with their scales, as :func:`pack_fp8` returns them.
 
-    k8, u8: [H_kv, E, d_e, d_h], v8: [H_kv, E, d_h, d_e], e4m3, last dimension permuted in blocks of 16. scales: [3,
-    H_kv, E] fp32, factors of k8, u8 and v8; those of k8 are equal for all sub-networks of a head. layout: the version
-    of this order.
-
-    Raises TypeError if an argument is not a tensor. Dtypes, shapes and layout are checked by the functions that take
-    the weights.
+    k8, u8: [H_kv, E, d_e, d_h], v8: [H_kv, E, d_h, d_e], last dimension permuted in blocks of 16. scales: [3, H_kv, E]
+    fp32; those of k8 are equal within a head. layout: the version of this order. Raises TypeError for what is not a
+    tensor.
     """
 
     k8: Tensor
@@ -43,32 +37,6 @@ class PackedWeights:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.k8, self.u8, self.v8, self.scales
 
-    def to(self, device: torch.device | str) -> PackedWeights:
-        """Return the same weights on ``device``. Raises TypeError if it is not a device."""
-        checks.instance("device", device, torch.device | str, "a torch.device or a str")
-        return PackedWeights(*(x.to(device) for x in self.tensors), layout=self.layout)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights as a dict of tensors, for safetensors and torch.save."""
-        named = dict(zip(("k8", "u8", "v8", "scales"), self.tensors, strict=True))
-        return named | {"layout": torch.tensor([self.layout], dtype=torch.uint8)}
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Tensor]) -> PackedWeights:
-        """Return the weights that :meth:`state_dict` stored.
-
-        Raises TypeError if ``state`` is not a mapping or a dtype is wrong, KeyError if a tensor is missing, ValueError
-        for another layout version and for shapes that do not fit each other.
-        """
-        checks.instance("state", state, Mapping, "a mapping of tensors")
-        missing = [entry.name for entry in fields(cls) if entry.name not in state]
-        if missing:
-            raise KeyError(f"state has no {', '.join(missing)}")
-        check_layout(state["layout"])
-        packed = cls(*(state[name] for name in ("k8", "u8", "v8", "scales")))
-        check_packed(*packed.tensors)
-        return packed
-
 
 def check_layout(stored: Tensor) -> None:
     """Raise TypeError if ``stored`` is not a tensor, ValueError if it is another layout version than this one's."""
@@ -80,9 +48,8 @@ def check_layout(stored: Tensor) -> None:
 
 
 def operands(packed: PackedWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors of ``packed``.
-
-    Raises TypeError if it is not PackedWeights, ValueError for another layout version.
+    """Return the tensors of ``packed``. Raises TypeError if it is not PackedWeights, ValueError for another layout
+    version.
     """
     checks.instance("packed", packed, PackedWeights, "a flashmhf.quantize.PackedWeights")
     if packed.layout != LAYOUT:
@@ -94,15 +61,12 @@ def operands(packed: PackedWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
-    """Pack K, U and V [H_kv, E, d_e, d_h] of any floating dtype into e4m3, on their device. No calibration data is
-    needed.
+    """Pack K, U and V [H_kv, E, d_e, d_h] of any floating dtype into e4m3, on their device, without calibration data.
 
-    A scale follows the root mean square of its sub-network's weights, so that few outliers do not cost the others their
-    bits; it grows where the largest weight would saturate, and for K and U where a row's norm would exceed 180. Weights
-    that are NaN or infinite become NaN, which e4m3 has, and have no part in the scale.
-
-    Raises TypeError for wrong dtypes and non-tensors, ValueError for wrong shapes, devices and strides, and for d_e or
-    d_h that are not multiples of 16.
+    A scale follows the root mean square of its sub-network's weights, and grows where the largest would saturate or,
+    for K and U, a row's norm would exceed 180. Weights that are not finite become NaN. Raises TypeError for wrong
+    dtypes and non-tensors, ValueError for wrong shapes, devices and strides, and for d_e or d_h that are not multiples
+    of 16.
     """
     checks.strided(k=k, u=u, v=v)
     checks.weight_operands(k, u, v)
@@ -121,13 +85,8 @@ def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
             found = torch.maximum(found, w.norm(dim=-1).amax(2) / ROW_NORM)
         return found.clamp_min(TINIEST_SCALE)
 
-    scales = torch.stack(
-        [
-            scale(k, E4M3_MAX, True).amax(1, keepdim=True).expand(k.shape[:2]),
-            scale(u, E4M3_MAX, True),
-            scale(v, V_MAX, False),
-        ]
-    )
+    of_k = scale(k, E4M3_MAX, True).amax(1, keepdim=True).expand(k.shape[:2])
+    scales = torch.stack([of_k, scale(u, E4M3_MAX, True), scale(v, V_MAX, False)])
     rounded = (to_e4m3(w / s[..., None, None]) for w, s in zip((k, u, v), scales, strict=True))
     k8, u8, v8 = (w.view(torch.uint8) for w in rounded)  # PyTorch indexes e4m3 as bytes only
     over_heads, over_inter = permutation(k.shape[3], k.device), permutation(k.shape[2], k.device)
@@ -136,10 +95,8 @@ def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
 
 
 def unpack(packed: PackedWeights, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (K, U, V) [H_kv, E, d_e, d_h] in ``dtype``: the e4m3 values times their scales.
-
-    Raises TypeError if ``packed`` is not PackedWeights or ``dtype`` is not floating, ValueError for another layout
-    version or wrong shapes.
+    """Return (K, U, V) [H_kv, E, d_e, d_h] in ``dtype``: the e4m3 values times their scales. Raises TypeError for
+    another type or dtype, ValueError for another layout version or wrong shapes.
     """
     k8, u8, v8, scales = operands(packed)
     check_packed(k8, u8, v8, scales)

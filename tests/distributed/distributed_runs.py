@@ -579,7 +579,7 @@ def load_checkpoint(folder: str) -> None:
 
 
 def transformers_plans(folder: str) -> None:
-    """tp_plan="auto" and pp_size: logits, generation, gradients and what is saved, as one process."""
+    """tp_plan="auto", which replicates the networks, and pp_size: logits, generation, gradients, as one process."""
     from transformers.distributed import DistributedConfig
 
     from flashmhf.models import FlashMHFForCausalLM
@@ -588,7 +588,7 @@ def transformers_plans(folder: str) -> None:
     settings = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(tokens), "pad_token_id": 0}
     load = functools.partial(FlashMHFForCausalLM.from_pretrained, dtype=torch.float64)
     for kind in ("flashmhf", "mh_ffn"):
-        saved, again = os.path.join(folder, kind), os.path.join(folder, f"{kind}-again")
+        saved = os.path.join(folder, kind)
         if dist.get_rank() == 0:
             language_model(kind, mlp_bias=True).save_pretrained(saved)
         dist.barrier()
@@ -596,8 +596,6 @@ def transformers_plans(folder: str) -> None:
             load(saved),
             load(saved, distributed_config=DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())),
         )
-        network = sharded.model.layers[1].mlp
-        assert network.k.placements == (Shard(0),) and network.out_proj.weight.placements == (Shard(1),)
         losses = [model(input_ids=tokens, labels=tokens).loss for model in (sharded, whole)]
         for loss in losses:
             loss.backward()
@@ -605,21 +603,9 @@ def transformers_plans(folder: str) -> None:
         for parameter, other in zip(sharded.parameters(), whole.parameters(), strict=True):
             equal(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
         assert torch.equal(sharded.generate(tokens, **settings), whole.generate(tokens, **settings))
-        sharded.save_pretrained(again)
-        dist.barrier()
-        for (name, value), other in zip(load(again).state_dict().items(), whole.state_dict().values(), strict=True):
-            assert torch.equal(value, other), name
         with torch.no_grad():
             staged = load(saved, distributed_config=DistributedConfig(pp_size=dist.get_world_size()))
             equal(staged(tokens).logits, whole(tokens).logits)
-    uneven = os.path.join(folder, "uneven")
-    if dist.get_rank() == 0:
-        language_model("flashmhf", ffn_num_heads=1).save_pretrained(uneven)
-    dist.barrier()
-    network.in_proj.weight = nn.Parameter(network.in_proj.weight.to_local())  # as torchao's FP8 leaves it
-    raises(NotImplementedError, ("in_proj.weight is a Parameter", "modules_to_not_convert"), lambda: sharded(tokens))
-    plan = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
-    raises(ValueError, ("has H = 1 heads", "size 2"), lambda: load(uneven, distributed_config=plan))
 
 
 LANGUAGE_MODELS = {

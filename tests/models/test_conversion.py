@@ -18,7 +18,6 @@ from transformers.activations import ACT2FN
 
 from flashmhf import models as lm
 from flashmhf.models import FlashMHFConfig, conversion
-from flashmhf.models.presets import preset
 
 OFFICIAL = {
     "architectures": ["MHFFNMoEForCausalLM"],
@@ -204,38 +203,6 @@ def test_scales_and_gains_of_the_initialisation():
     assert (gains.in_proj, gains.out_proj, gains.identity) == (0.707, 0.707, False)
     assert conversion.config_from_official(OFFICIAL | {"mhffnmoe_init_wself_identity": True}).official_init.identity
     assert conversion.config_from_official(OFFICIAL | {"mhffnmoe_custom_init": False}).ffn_init == "normal"
-
-
-@pytest.mark.parametrize(
-    ("name", "ffn", "d_model", "heads", "subnets", "subnet_dim", "layers", "q_norm"),
-    [
-        ("configure-1-tinymhffnmoe", "flashmhf", 768, 8, 8, 256, 10, False),
-        ("configure-2-mhffnmoe-TriDao-350M", "flashmhf", 1024, 8, 11, 256, 20, True),
-        ("configure-3-mhffnmoe-TriDao-1.3B", "flashmhf", 2048, 16, 22, 256, 20, True),
-        ("configure7-tinymhffn", "mh_ffn", 768, 8, None, None, 10, False),
-        ("configure8-TriDao-350M-noskip", "mh_ffn", 1024, 8, None, None, 20, True),
-        ("configure8-tinyllama", "swiglu", 768, None, None, None, 12, False),
-        ("configure9-TriDao-350M-bf16-pile", "swiglu", 1024, None, None, None, 24, False),
-        ("configure10-TriDao-1.3B-bf16-pile", "swiglu", 2048, None, None, None, 24, False),
-    ],
-)
-def test_shipped_configurations_are_presets(name, ffn, d_model, heads, subnets, subnet_dim, layers, q_norm):
-    config = preset(name).config()
-    found = (config.ffn_type, config.hidden_size, config.ffn_num_heads, config.ffn_num_subnets, config.ffn_subnet_dim)
-    assert (*found, config.num_hidden_layers, config.ffn_q_norm) == (
-        ffn,
-        d_model,
-        heads,
-        subnets,
-        subnet_dim,
-        layers,
-        q_norm,
-    )
-    assert config.ffn_init == ("normal" if ffn == "swiglu" else "official")
-    assert config.official_init.in_proj == (1.0 if name == "configure7-tinymhffn" else 0.707)
-    assert preset(name).config(num_hidden_layers=1).num_hidden_layers == 1
-    with torch.device("meta"):
-        AutoModelForCausalLM.from_config(config)
 
 
 def test_a_16_bit_checkpoint_of_either_format(tmp_path):

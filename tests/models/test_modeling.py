@@ -312,11 +312,11 @@ def test_a_device_map_never_tears_a_block_apart():
 
 @pytest.mark.parametrize("ffn", FFN_TYPES)
 def test_parallel_plans_name_existing_modules(ffn):
-    """By heads, Llama's plan for SwiGLU; "pkv" and "dense_moe" are replicated."""
+    """Llama's plan; all networks but SwiGLU are replicated."""
     model = tiny(ffn)
     modules = {name.replace(".0.", ".*.").replace(".1.", ".*.") for name, _ in model.named_modules()}
     assert set(model._tp_plan) <= modules
-    assert any(".mlp." in name for name in model._tp_plan) == (ffn not in ("pkv", "dense_moe"))
+    assert any(".mlp." in name for name in model._tp_plan) == (ffn == "swiglu")
     assert "base_model_tp_plan" not in model.config.to_dict()
     stages = model.config.base_model_pp_plan
     assert set(stages) == {"embed_tokens", "layers", "norm"} and all(hasattr(model.model, name) for name in stages)

@@ -115,13 +115,6 @@ def by_hand(model):
     model.model.layers[1].mlp = flashmhf.FlashMHF(model.config.hidden_size, 2, 3, 48, num_kv_heads=1, activation="relu")
 
 
-def by_torchao(model):
-    ao = pytest.importorskip("torchao.quantization")
-    from flashmhf.integrations.torchao import Fp8Config
-
-    ao.quantize_(model, Fp8Config(), filter_fn=quantize.is_flashmhf)
-
-
 def one_to_fp8(model):
     model.model.layers[0].mlp = quantize.to_fp8(model.model.layers[0].mlp)
 
@@ -135,7 +128,7 @@ def some_to_fp8(model):
     list_to_fp8(model)
 
 
-TO_FP8 = (by_torchao, one_to_fp8, list_to_fp8)
+TO_FP8 = (one_to_fp8, list_to_fp8)
 
 
 @pytest.mark.parametrize(

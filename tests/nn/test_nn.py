@@ -159,28 +159,6 @@ def test_every_size_of_a_state_dict_is_checked_both_ways(gated):
                 convert.from_official(official, heads, subnets, num_kv_heads=kv_heads)
 
 
-def test_padded_subnets_are_the_same_function_and_stay_padded():
-    plain = randomised(flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, SUBNET_DIM, num_kv_heads=2).double())
-    padded = flashmhf.FlashMHF(D_MODEL, HEADS, SUBNETS, 32, num_kv_heads=2).double()
-    padded.load_state_dict(convert.resize_subnets(plain.state_dict(), 32))
-    x = torch.randn(3, 5, D_MODEL, dtype=torch.float64)
-    torch.testing.assert_close(padded(x), plain(x), rtol=1e-12, atol=1e-12)
-    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1) for module in (plain, padded)]
-    for _ in range(3):
-        for module, optimizer in zip((plain, padded), optimizers, strict=True):
-            module(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, weight in convert.resize_subnets(padded.state_dict(), SUBNET_DIM).items():
-        torch.testing.assert_close(weight, plain.state_dict()[name], rtol=1e-9, atol=1e-9)
-    with pytest.raises(
-        ValueError, match=r"subnet_dim is 16; k of shape \[2, 4, 20, 8\] has rows beyond it that are not zero"
-    ):
-        convert.resize_subnets(plain.state_dict(), 16)
-    with pytest.raises(ValueError, match=r"k has shape \[6, 50, 8\]; expected \[H_kv, E, d_e, d_h\]"):
-        convert.resize_subnets(flashmhf.MHFFN(D_MODEL, HEADS, 50).state_dict(), 64)
-
-
 # The memory of parameters
 
 

@@ -1,8 +1,7 @@
 """Blockwise PyTorch back end: any device, any floating dtype, any sizes.
 
-A block is some tokens of one head, or of the heads of a group, times a chunk of the inter dimension [E * d_e]; its
-intermediate is recomputed in backward and stays within ``BLOCK_BYTES``, so the T x d_ff tensor never exists. Sums over
-blocks are formed in fp32 (fp64 for fp64 inputs).
+A block is some tokens of the heads of a group times a chunk of the inter dimension [E * d_e]. Its intermediate is
+recomputed in backward and stays within ``BLOCK_BYTES``. Sums over blocks are formed in fp32 (fp64 for fp64 inputs).
 
 Legend: t rows of a block, J width of an inter chunk, D = d_h.
 """
@@ -37,9 +36,7 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tens
 
 
 def _block_sizes(tokens: int, subnets: int, subnet_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return (tokens, inter units) of a block in ``dtype``; an inter chunk is a whole number of sub-networks, or a
-    slice of one.
-    """
+    """Return (tokens, inter units) of a block in ``dtype``; a chunk is whole sub-networks, or a slice of one."""
     budget = BLOCK_BYTES // dtype.itemsize
     t = min(tokens, TOKENS)
     width = budget // max(t, 1)
@@ -192,7 +189,6 @@ def _chunk_grads(
 
 def _operand_dtype(q: Tensor) -> torch.dtype:
     """Return the dtype of the products' operands: q's, but float32 for fp16 where :func:`_product` rounds to 16 bits.
-
     In fp16 neither scores nor what they are multiplied to may exceed 65,504.
     """
     exact = q.is_cuda and torch.version.hip is None
@@ -200,9 +196,7 @@ def _operand_dtype(q: Tensor) -> torch.dtype:
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return left @ right in ``dtype``, without rounding of 16-bit factors' products to 16 bits if the device's library
-    can.
-    """
+    """Return left @ right in ``dtype``, if the library can without rounding to the factors' 16 bits."""
     if left.dtype != dtype and left.is_cuda and torch.version.hip is None:
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)

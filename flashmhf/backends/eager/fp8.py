@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ... import reference
 from ..contract import Gate, Router, layer, why_not
-from ..fp8_layout import E4M3_MAX, permutation, to_e4m3
+from ..fp8_layout import permutation, to_e4m3
 from ..tokens import token_count
 
 __all__ = ["forward", "layer", "why_not"]
@@ -37,37 +37,26 @@ def quantise_q(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def inter(q8: Tensor, unit: Tensor, k: Tensor, u: Tensor, k_scale: Tensor) -> Tensor:
-    """Return A before its rounding to e4m3 [T, d_e], for q8 [T, d_h] and k, u [d_e, d_h], the values of k8 and u8 in
-    columns' order.
-    """
+    """Return A before its rounding to e4m3 [T, d_e], for q8 [T, d_h] and the values k, u [d_e, d_h] of k8 and u8."""
     m, n = q8 @ k.T, q8 @ u.T
     return m * (1 + torch.tanh(0.5 * unit * k_scale * m)) * n
 
 
 def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate) -> Tensor:
     """Return S [..., H, d_h] in q's dtype."""
-    return _forward(q, k8, u8, v8, scales, reference.gate(q, *r) if isinstance(r, Router) else r, torch.float32)[0].to(
-        q.dtype
-    )
-
-
-def saturated(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> int:
-    """Return how many elements of A saturate."""
-    return int(_forward(q, k8, u8, v8, scales, None, torch.float32)[1])
+    gates = reference.gate(q, *r) if isinstance(r, Router) else r
+    return _forward(q, k8, u8, v8, scales, gates, torch.float32).to(q.dtype)
 
 
 def _forward(
     q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     tokens, heads = token_count(q), q.shape[-2]
     group, (_, subnets, subnet_dim, head_dim) = heads // k8.shape[0], k8.shape
     over_heads, over_inter = (permutation(size, q.device).argsort() for size in (head_dim, subnet_dim))
     rows = q.reshape(tokens, heads, head_dim)
     gates = None if r is None else r.reshape(tokens, heads, subnets)
-    out, count = (
-        torch.zeros(tokens, heads, head_dim, dtype=dtype, device=q.device),
-        torch.zeros((), dtype=torch.int64, device=q.device),
-    )
+    out = torch.zeros(tokens, heads, head_dim, dtype=dtype, device=q.device)
     step = max(1, BLOCK_ELEMENTS // subnet_dim)
     for head in range(heads):
         for e in range(subnets):
@@ -78,9 +67,8 @@ def _forward(
                 block = slice(low, low + step)
                 q8, unit = quantise_q(rows[block, head], dtype)
                 a = inter(q8, unit, k, u, k_scale)
-                count += (a.abs() > E4M3_MAX).sum()
                 factor = (unit.to(dtype) ** 2 / 2) * (k_scale * u_scale * v_scale).to(dtype)
                 if gates is not None:
                     factor = factor * gates[block, head, e, None].to(dtype)
                 out[block, head] += factor * (to_e4m3(a).to(dtype) @ v.T)
-    return out.view(q.shape), count
+    return out.view(q.shape)

@@ -1,7 +1,6 @@
 """Hopper back end: the CUDA kernels of ``csrc/``, loaded on first use.
 
-The op library is built on LibTorch's stable ABI and registers ``flashmhf_hopper::*``. It links libtorch_cuda, so it is
-loaded lazily and only where a CUDA build of PyTorch is present; :func:`library` says why it is not usable otherwise.
+The library, on LibTorch's stable ABI, registers ``flashmhf_hopper::*``. :func:`library` says why it is not usable.
 """
 
 from __future__ import annotations
@@ -153,11 +152,8 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Ga
 
 
 def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
-    """Return out_proj(S(q_norm(in_proj(x)))) for x [..., d_model], queued by one call.
-
-    Few tokens take the library's own projection kernel where it is faster than cuBLAS. The operator checks the tensors
-    itself: for few tokens the host's time is longer than the GPU's. Returns None if the network has no gate or a
-    tensor's dtype, shape or layout is not what the kernels read.
+    """Return out_proj(S(q_norm(in_proj(x)))) for x [..., d_model], queued by one call, whose operator checks the
+    tensors. Returns None if the network has no gate or a tensor's dtype, shape or layout is not what the kernels read.
     """
     if weights.router is None:
         return None

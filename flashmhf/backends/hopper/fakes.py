@@ -27,14 +27,9 @@ def _backward(grad_out: Tensor, q: Tensor, *operands: Any) -> tuple[Tensor, ...]
 
 
 FAKES = {
-    "forward": _forward,
-    "gated_forward": _forward,
-    "fp8_forward": _forward,
-    "backward": _backward,
-    "gated_backward": _backward,
-    "graph_layer": _layer,
-    "graph_fp8_layer": _layer,
-}
+    "forward": _forward, "gated_forward": _forward, "fp8_forward": _forward, "backward": _backward,
+    "gated_backward": _backward, "graph_layer": _layer, "graph_fp8_layer": _layer,
+}  # fmt: skip
 
 
 def register() -> None:

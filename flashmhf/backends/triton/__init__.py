@@ -1,8 +1,5 @@
-"""Triton back end: the paper's three kernels on NVIDIA GPUs, and on the CPU under Triton's interpreter
-(TRITON_INTERPRET=1).
-
-No atomics, and sums that are split are added in a fixed order: results are bitwise repeatable for given tensors.
-``deterministic`` makes them independent of the tensors' addresses, too.
+"""Triton back end: the paper's three kernels on NVIDIA GPUs, and on the CPU under TRITON_INTERPRET=1. Results are
+bitwise repeatable for given tensors; ``deterministic`` makes them independent of addresses, too.
 """
 
 from __future__ import annotations

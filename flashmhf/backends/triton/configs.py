@@ -1,7 +1,4 @@
-"""Block shapes of the Triton kernels: a fixed table, so that no process tunes and every process computes the same.
-
-``python -m benchmarks.tune_triton`` measures the candidates on a GPU and rewrites TABLE.
-"""
+"""Block shapes of the Triton kernels: a fixed table, so that no process tunes and every process computes the same."""
 
 from __future__ import annotations
 

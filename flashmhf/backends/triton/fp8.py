@@ -1,5 +1,4 @@
-"""FP8 forward by the Triton kernel of ``fp8_kernels``: GPUs with e4m3 products that are not Hopper, and Triton's
-interpreter on the CPU (TRITON_INTERPRET=1)."""
+"""FP8 forward by the Triton kernel of ``fp8_kernels``: GPUs with e4m3 products, and Triton's interpreter."""
 
 from __future__ import annotations
 

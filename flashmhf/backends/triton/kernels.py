@@ -213,10 +213,7 @@ def token_grads_kernel(
     BD: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr, DESCRIPTORS: tl.constexpr, SWAPPED: tl.constexpr,
     ACTIVATION: tl.constexpr, RECIPROCAL: tl.constexpr, BY_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """dq = dm K + dn U and dr[e] = sum over j of g a n, with dm = g n r a'(m) and dn = g a r.
-
-    Grid as in the forward.
-    """
+    """dq = dm K + dn U and dr[e] = sum over j of g a n, with dm = g n r a'(m) and dn = g a r. Grid as in forward."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     h = tl.program_id(1)
     share = tl.program_id(2)

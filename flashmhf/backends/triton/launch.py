@@ -40,9 +40,8 @@ def _architecture(device: torch.device) -> tuple[str, int]:
 def _launching(device: torch.device) -> Iterator[None]:
     """Run one thread at a time, on ``device`` with its context current.
 
-    Triton's kernels are not ready for several threads: a second thread that comes while the first one loads a kernel
-    launches a null function, and the interpreter keeps the running program's coordinates in global variables. A launch
-    returns before its kernel ends.
+    Triton is not ready for several threads: one that comes while another loads a kernel launches a null function, and
+    the interpreter keeps coordinates in global variables.
     """
     with _LOCK:
         if device.type != "cuda":
@@ -59,9 +58,7 @@ def _config(q: Tensor, kernel: str, subnet_dim: int) -> Config:
 
 
 class _Rows:
-    """Kernel arguments that address x [..., H, columns] in place: one token stride, blocks of tokens, or a table of
-    offsets.
-    """
+    """Kernel arguments that address x [..., H, columns] in place: one token stride, blocks of tokens, or a table."""
 
     def __init__(self, x: Tensor, name: str):
         axes = collapse(x)
@@ -83,37 +80,22 @@ class _Rows:
     def arguments(self) -> dict[str, object]:
         head, column = self.x.stride()[-2:]
         values = {
-            "table": self.table,
-            "length": self.length,
-            "outer": self.outer,
-            "inner": self.inner,
-            "head": head,
+            "table": self.table, "length": self.length, "outer": self.outer, "inner": self.inner, "head": head,
             "column": column,
-        }
+        }  # fmt: skip
         return {f"{self.name}_{key}": value for key, value in values.items()} | {
             f"{self.name.upper()}_LAYOUT": self.layout
         }
 
     def descriptor(self, block: tuple[int, int]) -> TensorDescriptor | None:
-        """Return [tokens, columns of all heads] for the TMA unit, the head an offset among the columns; None where it
-        cannot be one.
-        """
+        """Return [tokens, columns of all heads] for the TMA unit, the head an offset; None where it cannot be one."""
         head, column = self.x.stride()[-2:]
         heads, width = self.x.shape[-2:]
         columns = (heads - 1) * head + width
-        if (
-            self.layout != "rows"
-            or column != 1
-            or head < 0
-            or block[1] != width
-            or not _tma_strides(self.x, self.inner)
-        ):
+        is_map = self.layout == "rows" and column == 1 and head >= 0 and block[1] == width
+        if not is_map or columns >= TMA_SIZE_LIMIT or not _tma_strides(self.x, self.inner):
             return None
-        return (
-            TensorDescriptor(self.x, [token_count(self.x), columns], [self.inner, 1], list(block))
-            if columns < TMA_SIZE_LIMIT
-            else None
-        )
+        return TensorDescriptor(self.x, [token_count(self.x), columns], [self.inner, 1], list(block))
 
 
 def _tma_strides(x: Tensor, *strides: int) -> bool:
@@ -130,10 +112,9 @@ def has_tma(device: torch.device) -> bool:
 class _Weights:
     """Kernel arguments for K, U and V: as tensor maps where the device and the addresses allow, else as pointers.
 
-    One map covers K and U: their distance in memory is the stride of an axis of length 2, so that one copy brings a
-    tile of each. A stride is positive, hence the pair begins with the lower address, and ``swapped`` says that this is
-    U. dq's sum is then formed in another order; ``ordered`` rules that out, so that no bit of a result depends on where
-    an allocator put K and U.
+    One map covers K and U: their distance is the stride of an axis of length 2. A stride is positive, so the pair
+    begins with the lower address, and ``swapped`` says that this is U. dq's sum is then formed in another order, which
+    ``ordered`` rules out.
     """
 
     def __init__(self, k: Tensor, u: Tensor, v: Tensor, inter: int, *, ordered: bool = False):
@@ -147,47 +128,30 @@ class _Weights:
         self.first, self.second, self.v = k, u, v
         if self.descriptors:
             matrix, width = subnet_dim * head_dim, triton.next_power_of_2(head_dim)
-            shape, strides, block = (
-                [heads * subnets, 2, subnet_dim, head_dim],
-                [matrix, distance, head_dim, 1],
-                [1, 2, inter, width],
-            )
+            shape, strides = [heads * subnets, 2, subnet_dim, head_dim], [matrix, distance, head_dim, 1]
+            block = [1, 2, inter, width]
             self.first, self.second = TensorDescriptor(low, shape, strides, block), high
             self.v = TensorDescriptor(v, *([x[0], *x[2:]] for x in (shape, strides, block)))
 
     def arguments(self) -> dict[str, object]:
         return {
-            "first": self.first,
-            "second": self.second,
-            "v": self.v,
-            "DESCRIPTORS": self.descriptors,
+            "first": self.first, "second": self.second, "v": self.v, "DESCRIPTORS": self.descriptors,
             "SWAPPED": self.swapped,
-        }
+        }  # fmt: skip
 
 
 def _shapes(q: Tensor, k: Tensor, config: Config) -> dict[str, object]:
     kv_heads, subnets, subnet_dim, head_dim = k.shape
     return {
-        "T": token_count(q),
-        "H": q.shape[-2],
-        "GROUP": q.shape[-2] // kv_heads,
-        "E": subnets,
-        "d_e": subnet_dim,
-        "D": head_dim,
-        "BD": triton.next_power_of_2(head_dim),
-        "BT": config.tokens,
-        "BI": config.inter,
-        "RECIPROCAL": not INTERPRETED,
-        "BY_BLOCKS": q.dtype == torch.float32,
-        "num_warps": config.warps,
+        "T": token_count(q), "H": q.shape[-2], "GROUP": q.shape[-2] // kv_heads, "E": subnets, "d_e": subnet_dim,
+        "D": head_dim, "BD": triton.next_power_of_2(head_dim), "BT": config.tokens, "BI": config.inter,
+        "RECIPROCAL": not INTERPRETED, "BY_BLOCKS": q.dtype == torch.float32, "num_warps": config.warps,
         "num_stages": config.stages,
-    }
+    }  # fmt: skip
 
 
 def _splits(programs: int, device: torch.device, most: int) -> int:
-    """Return the shares of a sum that has too few programs to fill the device; each share has its own fp32 result,
-    added in fixed order.
-    """
+    """Return the shares of a sum with too few programs to fill the device; their fp32 results are added in order."""
     return max(1, min(most, WAVES * _architecture(device)[1] // programs))
 
 
@@ -208,14 +172,9 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activa
         config = _config(q, "forward", k.shape[2])
         arguments = _Weights(k, u, v, config.inter).arguments() | _Rows(q, "q").arguments() | _gate_arguments(r)
         return _token_result(
-            kernels.forward_kernel,
-            q,
-            k,
-            config,
-            {"q": q, "ACTIVATION": activation, "BEHIND": config.behind, **arguments},
-            "out",
-            q.dtype,
-        )
+            kernels.forward_kernel, q, k, config,
+            {"q": q, "ACTIVATION": activation, "BEHIND": config.behind, **arguments}, "out", q.dtype,
+        )  # fmt: skip
 
 
 def _gate_arguments(r: Tensor | None) -> dict[str, object]:
@@ -266,16 +225,8 @@ def weight_grads(
         by_maps = None not in maps
         kernels.weight_grads_kernel[tiles, heads, splits](
             **dict(zip(("q", "grad_out"), maps if by_maps else (q, grad_out), strict=True)),
-            d_first=du if weights.swapped else dk,
-            d_second=dk if weights.swapped else du,
-            dv=dv,
-            share_tokens=share,
-            **weights.arguments(),
-            **g_rows.arguments(),
-            **q_rows.arguments(),
-            **_gate_arguments(r),
-            **_shapes(q, k, config),
-            TOKEN_DESCRIPTORS=by_maps,
-            ACTIVATION=activation,
-        )
+            d_first=du if weights.swapped else dk, d_second=dk if weights.swapped else du, dv=dv, share_tokens=share,
+            **weights.arguments(), **g_rows.arguments(), **q_rows.arguments(), **_gate_arguments(r),
+            **_shapes(q, k, config), TOKEN_DESCRIPTORS=by_maps, ACTIVATION=activation,
+        )  # fmt: skip
         return results if splits == 1 else tuple(results.sum(1).to(k.dtype))
