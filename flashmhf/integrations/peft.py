@@ -18,10 +18,15 @@ def stack_weights(network: FlashMHF, stacked: bool = True) -> FlashMHF:
     """Store k, u and v of ``network`` as [H_kv E, d_e, d_h] (True) or [H_kv, E, d_e, d_h] (False) in place; return it.
 
     State dicts hold four dimensions in either case. Call this before an optimizer takes the parameters: they are new
-    objects. Raises TypeError for another network or type, ValueError for weights that are offloaded or parametrised.
+    objects. Raises TypeError for another network or type, ValueError for weights that are offloaded or parametrised
+    and for those with hooks.
     """
     checks.instance("network", network, FlashMHF, "a flashmhf.FlashMHF")
     check_held("", network, empty=True)
+    for name in _WEIGHTS:
+        weight = getattr(network, name)
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            raise ValueError(f"{name} has hooks, which its new parameter would lose; supported: hooks set afterwards")
     shape = network.weight_shape
     if flag("stacked", stacked) and network.k.dim() == 4:
         network.register_state_dict_post_hook(_unstack)

@@ -66,6 +66,17 @@ class Block(nn.Module):
         return self.head(x + self.ffn(x))
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_the_weights_are_refused(register):
+    network = flashmhf.FlashMHF(64, 2, 2, 16)
+    handle = getattr(network.v, register)(lambda _: None)
+    with pytest.raises(ValueError, match="v has hooks, which its new parameter would lose"):
+        stack_weights(network)
+    assert network.k.dim() == 4
+    handle.remove()
+    assert stack_weights(network).v.dim() == 3
+
+
 def test_lora_of_every_weight_is_stored_and_merged(tmp_path):
     """That it learns is what examples/lora.py shows."""
     peft = pytest.importorskip("peft")
