@@ -162,9 +162,8 @@ class Problem:
         """Return what :meth:`exact_backward` does, with the router's part in dq, and dw [d_h, E] in place of dr."""
         one = slice(head, head + 1)
         dq, dk, du, dv, dr = self.routed().exact_backward(head)
-        dq_gate, dw = reference.gate_backward(
-            dr[..., None, :], self.q[..., one, :].double(), self.w[one].double(), self.eps
-        )
+        q, w = self.q[..., one, :].double(), self.w[one].double()
+        dq_gate, dw = reference.gate_backward(dr[..., None, :], q, w, self.eps)
         return dq + dq_gate[..., 0, :], dk, du, dv, dw[0]
 
     def gated_forward(self):

@@ -102,9 +102,8 @@ def _distribute(
     for name, parameter in list(module.named_parameters()):
         owner, _, attribute = name.rpartition(".")
         distributed = distribute_tensor(parameter, mesh, [placement(name)], src_data_rank=src_data_rank)
-        module.get_submodule(owner).register_parameter(
-            attribute, nn.Parameter(distributed, requires_grad=parameter.requires_grad)
-        )
+        parameter = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+        module.get_submodule(owner).register_parameter(attribute, parameter)
 
 
 def wrap_forward(

@@ -39,6 +39,11 @@ _WEIGHTS = ("k", "u", "v", "w")  # the dimension H comes first; all other operan
 _OPERATORS = ("forward", "gated_forward", "backward", "gated_backward")
 
 
+def _ranks(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> int:
+    """Return the number of ranks over which dimension ``dim`` is sharded."""
+    return math.prod(size for size, at in zip(mesh.shape, placements, strict=True) if at.is_shard(dim))
+
+
 def _check_even(name: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
     """Refuse unequal numbers of heads, and weights in unequal parts, which DTensor gathers as views; it passes on
     NotImplementedError alone as it is.
@@ -46,9 +51,7 @@ def _check_even(name: str, shape: Sequence[int], mesh: DeviceMesh, placements: S
     weight = name in _WEIGHTS
     head_dim = 0 if weight else len(shape) - 2
     for dim in range(len(shape)) if weight else (head_dim,):
-        ranks = math.prod(
-            size for size, placement in zip(mesh.shape, placements, strict=True) if placement.is_shard(dim)
-        )
+        ranks = _ranks(mesh, placements, dim)
         if shape[dim] % ranks:
             what = f"its heads, H = {shape[dim]}," if dim == head_dim else f"dimension {dim} of size {shape[dim]}"
             raise NotImplementedError(
@@ -83,10 +86,7 @@ def _strategy(schema: OpSchema) -> OpStrategy:
 
 def _divides(spec: DTensorSpec, heads: int) -> bool:
     """Return whether a rank has whole groups: the ranks that shard k's first dimension divide its ``heads``."""
-    ranks = math.prod(
-        size for size, placement in zip(spec.mesh.shape, spec.placements, strict=True) if placement.is_shard(0)
-    )
-    return heads % ranks == 0
+    return heads % _ranks(spec.mesh, spec.placements, 0) == 0
 
 
 def _placements(

@@ -95,16 +95,14 @@ def feed_forward(
     are not integers, ValueError for sizes below 1 and for a num_heads that does not divide the model's dimension.
     """
     d_model, width = cfg.w1.in_features, cfg.w1.out_features
-    num_heads = divisor(
-        "num_heads", default_num_heads(d_model) if num_heads is None else num_heads, "the model's dimension", d_model
-    )
+    num_heads = default_num_heads(d_model) if num_heads is None else num_heads
+    num_heads = divisor("num_heads", num_heads, "the model's dimension", d_model)
     head_dim = d_model // num_heads
     subnet_dim = default_subnet_dim(head_dim) if subnet_dim is None else positive("subnet_dim", subnet_dim)
     if num_subnets is None:
         num_subnets = max(1, round(width / subnet_dim))
-    norm = TitanHeadRMSNorm.Config(
-        num_heads=num_heads, head_dim=head_dim, eps=1e-5, param_init={"weight": nn.init.ones_}
-    )
+    ones = {"weight": nn.init.ones_}
+    norm = TitanHeadRMSNorm.Config(num_heads=num_heads, head_dim=head_dim, eps=1e-5, param_init=ones)
     network = TitanFlashMHF.Config(
         in_proj=Linear.Config(in_features=d_model, out_features=d_model),
         out_proj=Linear.Config(in_features=d_model, out_features=d_model), q_norm=norm if q_norm else None,

@@ -45,9 +45,8 @@ class DenseMoE(llama.LlamaMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the network's result [T, d_model] for x [T, d_model]."""
-        r = gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.eps).squeeze(-2)[
-            :, self.first : self.first + self.count
-        ]
+        r = gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.eps).squeeze(-2)
+        r = r[:, self.first : self.first + self.count]
         activation = self.act_fn(self.gate_up_proj(x)[0]).unflatten(-1, (self.count, -1))
         return self.down_proj((activation * r[..., None].to(activation.dtype)).flatten(-2))[0]
 

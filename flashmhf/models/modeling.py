@@ -76,9 +76,8 @@ class FlashMHFDecoderLayer(LlamaDecoderLayer):
         scheme = Scheme(config.ffn_init, config.initializer_range, config.num_hidden_layers, config.official_init)
         self.mlp.set_scheme(scheme)  # for whichever of its weights a checkpoint leaves out
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = (
-            LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.ffn_norm else nn.Identity()
-        )
+        norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.ffn_norm else nn.Identity()
+        self.post_attention_layernorm = norm
 
 
 class FlashMHFPreTrainedModel(LlamaPreTrainedModel):

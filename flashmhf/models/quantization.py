@@ -141,9 +141,8 @@ def _build(model: nn.Module, record: FlashMHFRecord, fp8: bool = True) -> None:
     for name, settings in names.items():
         like = next(model.get_submodule(name).parameters())
         network = FlashMHF(**settings, device=like.device, dtype=like.dtype)
-        network.reset_parameters(
-            initializer_range=getattr(model.config, "initializer_range", INITIALIZER_RANGE), num_layers=len(names)
-        )
+        deviation = getattr(model.config, "initializer_range", INITIALIZER_RANGE)
+        network.reset_parameters(initializer_range=deviation, num_layers=len(names))
         mark_drawn(network)
         model.set_submodule(name, network)
     if record.fp8 and fp8:

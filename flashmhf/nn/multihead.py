@@ -95,9 +95,8 @@ class MultiHead(Network):
     """
 
     # The dimension of each parameter along which its heads lie: tensor parallelism divides it. Others are whole.
-    SHARDED: ClassVar[dict[str, int]] = dict.fromkeys(
-        ("k", "u", "v", "router", "q_norm.weight", "in_proj.weight", "in_proj.bias"), 0
-    ) | {"out_proj.weight": 1}
+    _ROWS = ("k", "u", "v", "router", "q_norm.weight", "in_proj.weight", "in_proj.bias")
+    SHARDED: ClassVar[dict[str, int]] = dict.fromkeys(_ROWS, 0) | {"out_proj.weight": 1}
     in_proj: nn.Linear | None
     out_proj: nn.Linear | None
 

@@ -271,9 +271,8 @@ def flash_mhf(
     checks.instance("deterministic", deterministic, bool | None, "a bool or None")
     if backend == REFERENCE:
         return _definition(q, k, u, v, r, activation)
-    return torch.ops.flashmhf.forward(
-        q, k, u, v, r, deterministic=deterministic, backend=backend, activation=activation
-    )
+    how = {"deterministic": deterministic, "backend": backend, "activation": activation}
+    return torch.ops.flashmhf.forward(q, k, u, v, r, **how)
 
 
 def gated_flash_mhf(
@@ -285,6 +284,5 @@ def gated_flash_mhf(
     """
     if backend == REFERENCE:
         return _definition(q, k, u, v, Router(w, eps), activation)
-    return torch.ops.flashmhf.gated_forward(
-        q, k, u, v, w, eps, deterministic=deterministic, backend=backend, activation=activation
-    )
+    how = {"deterministic": deterministic, "backend": backend, "activation": activation}
+    return torch.ops.flashmhf.gated_forward(q, k, u, v, w, eps, **how)

@@ -109,9 +109,8 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
 
     def _forward_parts(self, x: Tensor) -> Tensor:
         q = self.query(x)
-        mixed = torch.ops.flashmhf.fp8_gated_forward(
-            q, *self.packed.tensors, self.router, self.router_eps, backend=self.backend
-        )
+        gate = (self.router, self.router_eps)
+        mixed = torch.ops.flashmhf.fp8_gated_forward(q, *self.packed.tensors, *gate, backend=self.backend)
         return mixed.flatten(-2) if self.out_proj is None else self.out_proj(mixed.flatten(-2))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -133,9 +133,8 @@ def backward(
         for start in range(0, tokens, step):
             block = slice(start, min(start + step, tokens))
             # The rows side by side: the products that sum over tokens read them faster.
-            q_h, grad_h = (
-                x[block][:, members].reshape(-1, head_dim).contiguous().to(operand) for x in (q_rows, grad_rows)
-            )
+            rows_h = (x[block][:, members].reshape(-1, head_dim).contiguous() for x in (q_rows, grad_rows))
+            q_h, grad_h = (x.to(operand) for x in rows_h)
             r_h = None if r is None else r_rows[block][:, members].reshape(-1, subnets).to(dtype)
             dq_sum = torch.zeros(q_h.shape, dtype=dtype, device=q.device) if needs_tokens else None
             dr_sum = None if dr_rows is None else torch.zeros(r_h.shape, dtype=dtype, device=q.device)

@@ -83,9 +83,8 @@ class _Rows:
             "table": self.table, "length": self.length, "outer": self.outer, "inner": self.inner, "head": head,
             "column": column,
         }  # fmt: skip
-        return {f"{self.name}_{key}": value for key, value in values.items()} | {
-            f"{self.name.upper()}_LAYOUT": self.layout
-        }
+        layout = {f"{self.name.upper()}_LAYOUT": self.layout}
+        return {f"{self.name}_{key}": value for key, value in values.items()} | layout
 
     def descriptor(self, block: tuple[int, int]) -> TensorDescriptor | None:
         """Return [tokens, columns of all heads] for the TMA unit, the head an offset; None where it cannot be one."""
