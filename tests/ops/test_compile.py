@@ -7,7 +7,6 @@ import subprocess
 
 import pytest
 import torch
-from processes import run_python
 from targets import RESULTS, arguments, call, leaves
 from torch._dynamo.utils import counters
 
@@ -38,10 +37,6 @@ def test_opcheck(target):
     check_operators(small(target, gate=None), ["forward", "backward"], backend=target.backend)
 
 
-def test_opcheck_of_the_reference():
-    check_operators(problem(5, 2, 4, 3, 6, torch.float32), RESULTS, backend="reference", activation="gelu")
-
-
 def small_module(target, **kwargs):
     return flashmhf.FlashMHF(
         128, 2, 3, 32, backend=target.backend, device=target.device, dtype=target.dtype, deterministic=True, **kwargs
@@ -66,39 +61,6 @@ def test_compile_module(target, dynamic, options):
         x = torch.randn(2, length, 128, device=target.device, dtype=module.k.dtype)
         for a, b in zip(gradients(compiled, module, x), gradients(module, module, x), strict=True):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * b.abs().max().item())
-
-
-AOT_INDUCTOR = """
-import sys, torch
-import flashmhf
-what, backend, device, path = sys.argv[1:]
-dtype = torch.float32 if device == "cpu" else torch.bfloat16
-module = torch.nn.Linear(128, 128) if what == "plain" else flashmhf.FlashMHF(128, 2, 3, 32, backend=backend)
-module = module.to(device, dtype).eval()
-x = torch.randn(2, 20, 128, device=device, dtype=dtype)
-with torch.no_grad():
-    package = torch._inductor.aoti_compile_and_package(torch.export.export(module, (x,)), package_path=path)
-    torch.testing.assert_close(torch._inductor.aoti_load_package(package)(x), module(x))
-"""
-
-
-@pytest.mark.slow
-# the C++ compiler needs half a minute of a processor, which a busy machine may not give within five minutes
-@pytest.mark.timeout(900)
-def test_aot_inductor(target, tmp_path):
-    # In processes of their own: where the toolchain does not suit PyTorch's, loading even a plain module's package
-    # crashes.
-    def run(what):
-        run_python("-c", AOT_INDUCTOR, what, target.backend, target.device, tmp_path / f"{what}.pt2", timeout=420)
-
-    try:
-        run("flashmhf")
-    except AssertionError:
-        try:
-            run("plain")
-        except AssertionError as error:
-            pytest.skip(f"AOTInductor fails here on a plain Linear: {error}")
-        raise
 
 
 @pytest.mark.slow

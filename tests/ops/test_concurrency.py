@@ -1,19 +1,13 @@
 """Operators and modules in streams, graphs and threads at once, first in a thread or process, and while another device
-is current.
-
-Nothing survives a launch, so each call gets what it gets alone. A fresh thread has no CUDA context until something
-makes one current, and memory that PyTorch has cached is handed out without any call of CUDA: the tests cache the memory
-of their results before a thread begins.
-"""
+is current. Nothing survives a launch, so each call gets what it gets alone. A fresh thread has no CUDA context until
+something makes one current, and memory that PyTorch has cached is handed out without any call of CUDA: the tests cache
+the memory of their results before a thread begins."""
 
 import itertools
-import shutil
-import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +16,7 @@ from targets import RESULTS, call
 
 import flashmhf
 from flashmhf.backends import driver
-from flashmhf.testing import assert_accurate, capturing, problem
+from flashmhf.testing import assert_accurate, problem
 
 ops = torch.ops.flashmhf
 THREADS, ROUNDS, BACKWARDS = 8, 20, ("backward", "gated_backward")
@@ -156,11 +150,8 @@ def check_rounds(problems, alone, results) -> None:
 
 @pytest.fixture(params=[(64, 4, 128, 5, 144), (1536, 4, 128, 5, 144), (2500, 40, 128, 2, 192)], ids=str)
 def problems(request):
-    """Two:
-
-    of so few tokens that forward and backward split their work over the whole device; and where deterministic sums take
-    turns.
-    """
+    """Two: of so few tokens that forward and backward split their work over the whole device; and where deterministic
+    sums take turns."""
     both = [problem(*request.param, torch.bfloat16, "cuda", seed=seed) for seed in range(2)]
     for p in both:
         p.references = {name: getattr(p, name)() for name in BACKWARDS}
@@ -190,25 +181,6 @@ def test_two_streams(problems, alone, gpu_backend):
                 mine.append(calls(p, gpu_backend))
     torch.cuda.synchronize()
     check_rounds(problems, alone, results)
-
-
-def test_two_graphs(problems, alone, gpu_backend):
-    graphs, results = [torch.cuda.CUDAGraph() for _ in problems], [[], []]
-    for p, graph, mine in zip(problems, graphs, results, strict=True):
-        with capturing(graph):
-            mine.extend(calls(p, gpu_backend) for _ in range(3))
-    streams = [torch.cuda.Stream() for _ in problems]
-    for _ in range(ROUNDS):
-        for x in itertools.chain.from_iterable(
-            tensors for mine in results for at_once in mine for tensors in at_once.values()
-        ):
-            x.fill_(float("nan"))
-        torch.cuda.synchronize()
-        for graph, stream in zip(graphs, streams, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-        torch.cuda.synchronize()
-        check_rounds(problems, alone, results)
 
 
 # In processes of their own: what comes first there
@@ -345,63 +317,4 @@ def test_the_context_of_the_device_is_made_current(monkeypatch, current):
     assert ("cuDevicePrimaryCtxRetain" in fake.calls) == (current != 1)
 
 
-@pytest.mark.parametrize("failing", ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"])
-def test_a_driver_error_is_named(monkeypatch, failing):
-    monkeypatch.setattr(driver, "_library", lambda: Driver(None, failing))
-    with pytest.raises(RuntimeError, match=f"{failing} failed with CUDA error 3"):
-        driver.make_context_current(0)
-
-
 # The same in the op library, against a runtime and a driver that record
-
-CONTEXTS = r"""
-#include <cstdio>
-#include <cstdlib>
-#include <cuda.h>
-#include "common/driver.h"
-
-static int current;  // the device of the thread's context; -1: no context
-static CUresult device_of_context(CUdevice *device) {
-    *device = current;
-    return current < 0 ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
-}
-static cudaError_t entry(void **function, cudaDriverEntryPointQueryResult *found) {
-    *function = reinterpret_cast<void *>(device_of_context);
-    *found = cudaDriverEntryPointSuccess;
-    return cudaSuccess;
-}
-extern "C" cudaError_t cudaSetDevice(int device) {
-    return std::printf("primary context of device %d\n", device), cudaSuccess;
-}
-#if CUDART_VERSION >= 12050
-extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **function, unsigned, unsigned long long,
-                                                        cudaDriverEntryPointQueryResult *found) {
-    return entry(function, found);
-}
-#else
-extern "C" cudaError_t cudaGetDriverEntryPoint(const char *, void **function, unsigned long long,
-                                               cudaDriverEntryPointQueryResult *found) {
-    return entry(function, found);
-}
-#endif
-int main(int, char **arguments) {
-    current = std::atoi(arguments[1]);
-    return flashmhf::ensure_context(1);
-}
-"""
-
-
-def test_the_op_library_keeps_a_context_of_the_device(tmp_path):
-    """A green context's default stream is another one than the primary context's:
-
-    a kernel there would not wait for q.
-    """
-    folder, nvcc = Path(__file__).resolve().parents[2] / "csrc", shutil.which("nvcc")
-    if nvcc is None or not folder.exists():
-        pytest.skip("no nvcc, or the sources are not here")
-    source, program = tmp_path / "contexts.cpp", tmp_path / "contexts"
-    source.write_text(CONTEXTS)
-    flags = ["-std=c++20", "-cudart=none", f"-I{folder}"]
-    subprocess.run([nvcc, *flags, "-o", program, source, folder / "common" / "driver.cpp"], check=True)
-    for current, expected in ((-1, "primary context of device 1\n"), (0, "primary context of device 1\n"), (1, "")):
-        assert subprocess.run([program, str(current)], capture_output=True, text=True, check=True).stdout == expected

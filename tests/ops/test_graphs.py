@@ -119,17 +119,6 @@ def test_functions(name, gate, dynamic):
     assert_close(result, step(function, *given))
 
 
-def test_needed_gradients_only():
-    module = network()
-
-    def step(function, x):
-        return torch.autograd.grad(function(x).float().sum(), [module.k])
-
-    module.requires_grad_(False)
-    module.k.requires_grad_()
-    assert_close(compiled(module, step)[0], step(module, X))
-
-
 @torch.no_grad()
 def test_fp8_function():
     p = problem((2, 20), 2, 64, 3, 32, BF16)
@@ -151,34 +140,6 @@ def test_what_the_kernels_do_not_take_keeps_the_portable_operator(settings):
     result, found = compiled(module, inputs=(x,))
     assert found == ["flashmhf.layer"]
     assert_close(result, module(x))
-
-
-@torch.no_grad()
-def test_another_device_keeps_the_portable_operator(as_on_hopper):
-    as_on_hopper()
-    assert compiled(network())[1] == ["flashmhf.layer"]
-
-
-def test_layouts_that_the_kernels_cannot_read_keep_the_portable_operator():
-    p = problem((2, 20), 2, 64, 3, 32, BF16)
-
-    def function(q, k, u, v):
-        return flashmhf.flash_mhf(torch.stack([q, q], -1)[..., 0], k, u, v)
-
-    with pytest.raises(ValueError, match="q cannot be read in place"):
-        torch.compile(function, fullgraph=True)(*p.operands)
-
-
-@torch.no_grad()
-def test_numbers_of_tokens_that_data_give():
-    module, mask = network(), torch.arange(2 * 20).view(2, 20) % 3 > 0
-    p = problem(40, 2, 64, 3, 32, BF16)
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        result, found = compiled(lambda x: module(x[mask]))
-        assert found == ["flashmhf_hopper.graph_layer"]
-        assert_close(result, module(X[mask]))
-        made = torch.compile(lambda q, mask: flashmhf.flash_mhf(q[mask], p.k, p.u, p.v), fullgraph=True)
-        assert_close(made(p.q, mask.flatten()), flashmhf.flash_mhf(p.q[mask.flatten()], p.k, p.u, p.v))
 
 
 def test_autocast_and_checkpointing():
@@ -226,14 +187,6 @@ def test_settings_are_constants_of_the_graph():
     module.router_eps = 0.5
     assert_close(made(X), module(X))
     assert len(inputs) == 2
-
-
-@torch.no_grad()
-def test_export_keeps_the_portable_operator():
-    program = torch.export.export(network(), (X,))
-    for made in (program, program.run_decompositions()):
-        found = {str(node.target) for node in made.graph.nodes if "flashmhf" in str(node.target)}
-        assert found == {"flashmhf.layer.default"}
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
-"""The layer's one operator:
-
-chunks of tokens, autocast, vmap, refusals, and every reason for which a module runs its parts instead.
-"""
+"""The layer's one operator: chunks of tokens, autocast, vmap, refusals, and every reason for which a module runs its
+parts instead."""
 
 import contextlib
 from collections.abc import Callable
@@ -177,13 +175,6 @@ def test_what_watches_calls_sees_the_parts(calls, around, fp8):
     assert calls == []
 
 
-def test_a_default_device_is_no_mode_that_watches(calls):
-    module = make()
-    with torch.no_grad(), torch.device("cpu"):
-        module(tokens_of(module, 3))
-    assert calls == [0, 3]
-
-
 def test_vmap_of_the_operator():
     module = make(q_norm=True)
     k = torch.stack([module.k.detach()] * 3)
@@ -248,13 +239,6 @@ def test_exports(strict, name):
     ]
 
 
-def test_jit_trace():
-    """It compares what it has traced with a second trace, without gradients."""
-    module = make()
-    longer = tokens_of(module, 3 * TOKENS)
-    torch.testing.assert_close(torch.jit.trace(module, tokens_of(module, TOKENS))(longer), module(longer))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["hopper", "triton", "eager"])
 def test_peak_memory_beyond_the_input(backend, monkeypatch):
@@ -278,10 +262,8 @@ def test_peak_memory_beyond_the_input(backend, monkeypatch):
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_autocast_of_the_operator(fp8):
-    """As the parts under autocast:
-
-    projections and networks in its dtype, the gate and q_norm in float32; the compiler knows the dtype.
-    """
+    """As the parts under autocast: projections and networks in its dtype, the gate and q_norm in float32; the compiler
+    knows the dtype."""
     module = (make_fp8 if fp8 else partial(make, torch.float32))(bias=True, q_norm=True)
     x = tokens_of(module, 5)
 

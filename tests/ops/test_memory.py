@@ -1,7 +1,5 @@
-"""Peak memory:
-
-the T x d_ff intermediate never exists. The CPU's tensor bytes; on a GPU the allocator's, in fresh processes.
-"""
+"""Peak memory: the T x d_ff intermediate never exists. The CPU's tensor bytes; on a GPU the allocator's, in fresh
+processes."""
 
 import json
 
@@ -90,10 +88,8 @@ def test_gpu_memory_has_no_intermediate(gpu_backend):
 
 
 def test_training_memory_of_the_paper_module(needs_hopper):
-    """Forward and backward at 8 x 4032 tokens beyond weights and input:
-
-    as csrc/backward/README.md counts, 4.2 times less than SwiGLU's.
-    """
+    """Forward and backward at 8 x 4032 tokens beyond weights and input: as csrc/backward/README.md counts, 4.2 times
+    less than SwiGLU's."""
     ours, swiglu = measure(TRAINING)
     tokens = 2 * 8 * 4032 * 2048  # output, q, gradient of S, dq
     weights = 2 * (3 * 16 * 22 * 384 * 128 + 2048 * 2048)  # dk, du, dv, and out_proj's

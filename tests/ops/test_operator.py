@@ -219,10 +219,8 @@ def test_any_shape_stride_dtype_and_gate(target, data):
 
 
 def check_heads(name, p, gradients):
-    """One head at a time by the fixed limits, which are below the errors of the materialising code:
-
-    that takes tens of GiB here.
-    """
+    """One head at a time by the fixed limits, which are below the errors of the materialising code: that takes tens of
+    GiB here."""
     for head in range(p.k.shape[0]):
         for output, whole, exact in zip(RESULTS[name], gradients, getattr(p, f"exact_{name}")(head), strict=True):
             actual = whole[..., head, :] if output in ("dq", "dr") else whole[head]
@@ -263,10 +261,8 @@ def test_hopper_backward_in_groups_of_heads(needs_hopper, deterministic, leading
 
 @pytest.mark.slow
 def test_offsets_past_2_to_the_31(needs_hopper):
-    """T = 1,048,577 at H = 16, d_h = 128 has more than 2^31 elements;
-
-    the last rows are those that a 32-bit offset would miss.
-    """
+    """T = 1,048,577 at H = 16, d_h = 128 has more than 2^31 elements; the last rows are those that a 32-bit offset
+    would miss."""
     tokens, p = 1_048_577, problem(1, 16, 128, 2, 64, torch.bfloat16, "cuda")
     q, grad_out = (torch.randn(tokens, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     r = torch.rand(tokens, 16, 2, device="cuda")
@@ -277,16 +273,6 @@ def test_offsets_past_2_to_the_31(needs_hopper):
     dq = torch.ops.flashmhf.backward(grad_out, q, *p.operands[1:], r, backend="hopper", needs=[True, False])[0][rows]
     (baseline, *_), (exact, *_) = few.backward()
     assert_accurate("dq", dq, baseline, exact, fixed_limits=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [("hopper", torch.bfloat16), *(("triton", dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))],
-)
-def test_errors_do_not_grow_with_tokens(backend, dtype):
-    check_all(Target(backend, "cuda"), problem(129_024, 1, 128, 1, 64, dtype, "cuda"), ("forward", "backward"))
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -300,3 +286,13 @@ def test_fp16_on_the_cpu_is_computed_in_float32(gated):
     out = call("forward", p, backend="eager") + call("backward", p, backend="eager")
     for name, actual, e in zip(("out", *RESULTS["backward"]), out, exact, strict=True):
         assert not actual.numel() or relative_l2(actual, e) < 1e-3, name
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("hopper", torch.bfloat16), *(("triton", dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))],
+)
+def test_errors_do_not_grow_with_tokens(backend, dtype):
+    check_all(Target(backend, "cuda"), problem(129_024, 1, 128, 1, 64, dtype, "cuda"), ("forward", "backward"))

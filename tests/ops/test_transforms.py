@@ -1,7 +1,5 @@
-"""torch.vmap over the operators, and what backend="reference" adds:
-
-every derivative, per-sample gradients, export, ONNX.
-"""
+"""torch.vmap over the operators, and what backend="reference" adds: every derivative, per-sample gradients, export,
+ONNX."""
 
 import dataclasses
 import functools
@@ -75,21 +73,6 @@ def test_vmap_of_every_choice_of_inputs(dims, backend):
                 )
 
 
-@pytest.mark.parametrize("backend", ["eager", "reference"])
-def test_nested_vmap(backend):
-    q, k, u, v, r = inputs()
-
-    def call(q, k, r):
-        return flashmhf.flash_mhf(q, k, u, v, r, backend=backend)
-
-    qs, ks, rs = torch.stack([q, -q]), torch.stack([k, 2 * k, -k], 1), torch.stack([r, 2 * r, -r], 2)
-    actual = torch.vmap(torch.vmap(call, in_dims=(None, 1, 2)), in_dims=(0, None, None))(qs, ks, rs)
-    assert actual.shape == (2, 3, *q.shape)
-    for i, j in itertools.product(range(2), range(3)):
-        expected = reference.forward(qs[i], ks[:, j], u, v, rs[:, :, j])
-        torch.testing.assert_close(actual[i, j], expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", ["backward", "gated_backward"])
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 @pytest.mark.parametrize("dims", [(0, 0, None, None, None, None), (1, 2, None, 3, None, 0)], ids=str)
@@ -117,36 +100,6 @@ MODULES = {
 
 def make(name: str, **kwargs) -> torch.nn.Module:
     return randomised(MODULES[name](**kwargs), 0.4)
-
-
-@pytest.mark.parametrize("dims", [(0, None, None, None, None), (None, 0, 0, 0, None), (0, 1, 2, 3, 0)], ids=str)
-def test_vmap_over_an_empty_batch(dims):
-    q, k, u, v, r = inputs()
-    w = inputs(router=True)[4]
-    for last, operator in ((r, flashmhf.flash_mhf), (w, lambda *x: ops.gated_forward(*x, 0.25))):
-        batch = [
-            x if dim is None else x.unsqueeze(dim).repeat_interleave(0, dim)
-            for x, dim in zip((q, k, u, v, last), dims, strict=True)
-        ]
-        assert torch.vmap(operator, in_dims=dims)(*batch).shape == (0, *q.shape)
-    grads = torch.vmap(ops.backward, in_dims=(None, *dims))(
-        torch.randn_like(q), *batch[:4], r if dims[4] is None else r.expand(0, *r.shape)
-    )
-    assert [x.shape for x in grads] == [(0, *x.shape) for x in (q, k, u, v, r)]
-
-
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-@pytest.mark.parametrize("name", MODULES)
-def test_vmap_of_a_module(name, backend):
-    module, x = make(name, backend=backend), torch.randn(5, BATCH, 24, dtype=torch.float64)
-    with torch.no_grad():
-        torch.testing.assert_close(torch.vmap(module, in_dims=1)(x), module(x.transpose(0, 1)))
-    actual, expected = (
-        torch.autograd.grad(out.square().sum(), list(module.parameters()))
-        for out in (torch.vmap(module, in_dims=1)(x), module(x.transpose(0, 1)))
-    )
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
@@ -185,32 +138,6 @@ def test_per_sample_gradients(name):
         expected = torch.autograd.grad(loss(parameters, x[i]), list(parameters.values()))
         for name, e in zip(parameters, expected, strict=True):
             torch.testing.assert_close(gradients[name][i], e)
-
-
-def test_reference_under_autocast_casts_as_the_operator_does():
-    module, x = make("FlashMHF", backend="reference").float(), torch.randn(5, 24)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        by_definition = module(x)
-        module.backend = "eager"
-        by_operator = module(x)
-    assert by_definition.dtype == by_operator.dtype == torch.bfloat16
-    torch.testing.assert_close(by_definition, by_operator, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_export_holds_plain_operations_only(name):
-    module, x = make(name, backend="reference").float().eval(), torch.randn(2, 6, 24)
-    program = torch.export.export(module, (x,), dynamic_shapes=({1: torch.export.Dim("length", min=2, max=4096)},))
-    namespaces = {node.target.namespace for node in program.graph.nodes if hasattr(node.target, "namespace")}
-    assert namespaces == {"aten"}
-    torch.testing.assert_close(program.module()(x[:, :3]), module(x[:, :3]))
-
-
-def test_export_of_as_many_tokens_as_a_mask_chooses():
-    module, x = make("FlashMHF", backend="reference").float(), torch.randn(6, 24)
-    module.register_forward_pre_hook(lambda _, args: args[0][args[0][:, 0] > 0])
-    program = torch.export.export(module, (x,))
-    torch.testing.assert_close(program.module()(-x), module(-x))
 
 
 @pytest.mark.parametrize("name", MODULES)
