@@ -1,10 +1,6 @@
-"""Tiny training runs for tests: options, callbacks, and when two runs are the same.
-
-``python lm_runs.py train ...`` is the command line, but the process of rank 1 dies amid the step after $DIE_AT, behind
-the first of its micro-batches, or fails at the end of step $FAIL_AT.
-"""
-
-from __future__ import annotations
+"""Tiny training runs for tests: options, callbacks, and when two runs are the same. ``python lm_runs.py train ...`` is
+the command line, but the process of rank 1 dies amid the step after $DIE_AT, behind the first of its micro-batches, or
+fails at the end of step $FAIL_AT."""
 
 import os
 import signal

@@ -1,13 +1,9 @@
 """Text to packed tokens: what is not read is counted or refused by name, and the order of samples is a function of the
 seed."""
 
-from __future__ import annotations
-
-import errno
 import gzip
 import json
 import os
-import pickle
 import time
 from collections import Counter
 
@@ -64,13 +60,6 @@ def test_every_record_is_a_document(name, tmp_path):
         read(tmp_path, text_field="body")
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.TXT", "a.md", "a.text.gz"])
-def test_a_text_file_is_one_document(name, tmp_path):
-    content = b"one\n\ntwo\r\n"
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    assert read(tmp_path)[0] == [content.decode()]
-
-
 def test_what_is_not_read_is_counted(tmp_path):
     for name in ("x.json", "README", "sub/z.pdf", "w.parquet.gz", "a.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -80,19 +69,6 @@ def test_what_is_not_read_is_counted(tmp_path):
     assert texts == ["{}"]
     names = [f"files ending in '.{end}'" for end in ("gz", "json", "pdf")]
     assert left_out == dict.fromkeys([*names, "files without a suffix", "links to nothing"], 1)
-
-
-def test_linked_directories_are_read_once(tmp_path):
-    """Data on cluster file systems is often laid out with links; one that leads back up is not followed for ever."""
-    (tmp_path / "all").mkdir()
-    (tmp_path / "given" / "inner").mkdir(parents=True)
-    for name in ("all/b.txt", "given/a.txt", "given/inner/c.txt"):
-        (tmp_path / name).write_text(name)
-    os.symlink(tmp_path / "all", tmp_path / "given" / "part2")
-    os.symlink(tmp_path / "given", tmp_path / "given" / "inner" / "up")
-    os.symlink(tmp_path / "given" / "a.txt", tmp_path / "given" / "same.txt")
-    texts, left_out = read(tmp_path / "given", tmp_path / "given" / "." / "a.txt")
-    assert sorted(texts) == ["all/b.txt", "given/a.txt", "given/inner/c.txt"] and not left_out
 
 
 BROKEN = {
@@ -139,57 +115,11 @@ def test_a_damaged_file_is_refused_by_name(name, damage, tmp_path):
         read(path)
 
 
-def test_paths_that_are_refused(tmp_path):
-    (tmp_path / "a.pdf").write_bytes(b"%PDF")
-    for path, message in (
-        ("nothing.txt", "does not exist"),
-        (".", "has no files that can be read; supported: .txt"),
-        ("a.pdf", "ends in '.pdf'; supported: .txt"),
-    ):
-        with pytest.raises(DataError, match=message):
-            documents.find_files([tmp_path / path])
-
-
 def test_text_that_no_tokenizer_takes_is_none(tmp_path):
     """JSON can write unpaired surrogates, and leave a field out."""
     lines = [r'{"text": "\ud800"}', r'{"text": "\ud83d\ude42 paired"}', '{"text": null}', "{}"]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     assert read(tmp_path)[0] == ["", "🙂 paired", "", ""]
-
-
-@pytest.fixture(params=["files", "data set"])
-def texts_of(request, tmp_path):
-    """A function that reads the table of a Parquet file: as one of some files, and as one of a data set of the hub."""
-
-    def read_all(values, field="text") -> list[str]:
-        parquet.write_table(pyarrow.table({"text": values}), tmp_path / "impala.parquet")
-        if request.param == "files":
-            return list(data.local([tmp_path], field, 0, tmp_path / "cache"))
-        return list(data.hosted(str(tmp_path), "train", field, 0))
-
-    return read_all
-
-
-@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary()])
-def test_texts_of_every_type_of_column(kind, texts_of):
-    """Impala and old versions of Spark write text without a mark that says so: all of it was left out."""
-    values = pyarrow.array(["fünf".encode(), b"two", None], pyarrow.binary())
-    assert sorted(texts_of(values.cast(kind) if kind != pyarrow.binary() else values)) == ["fünf", "two"]
-
-
-@pytest.mark.parametrize(
-    ("values", "field", "message"),
-    [
-        ([1, 2], "text", "'text' holds a value of type int; supported: text"),
-        ([["a"], []], "text", "'text' holds a value of type list; supported: text"),
-        ([{"a": "b"}], "text", "'text' holds a value of type dict; supported: text"),
-        ([b"caf\xe9"], "text", "'utf-8' codec can't decode byte 0xe9"),
-        (["a"], "body", "it has no column 'body'; columns: text"),
-    ],
-)
-def test_columns_without_text_are_refused_by_name(values, field, message, texts_of):
-    with pytest.raises(DataError, match=f"cannot be read.*: {message}"):
-        texts_of(values, field)
 
 
 def test_datasets_library(tmp_path):
@@ -226,9 +156,8 @@ def test_tokenizer_is_lossless_and_reproducible(bpe, tmp_path):
     bpe.save_pretrained(tmp_path)
     for name in (tmp_path, tmp_path / "tokenizer.json"):
         loaded = tokenizer.load(str(name))
-        assert (loaded.eos_token_id, loaded.pad_token_id) == (0, 1) and loaded(text)["input_ids"] == bpe(text)[
-            "input_ids"
-        ]
+        assert (loaded.eos_token_id, loaded.pad_token_id) == (0, 1)
+        assert loaded(text)["input_ids"] == bpe(text)["input_ids"]
     bpe.model_max_length = 64
     bpe.save_pretrained(tmp_path)
     assert tokenizer.load(str(tmp_path)).model_max_length == 64
@@ -278,11 +207,6 @@ def test_a_long_document_is_cut_into_pieces_and_ends_once(text, bpe, monkeypatch
     assert " " not in text or ids[:-1].tolist() == whole
 
 
-def test_no_more_is_tokenised_than_needed(bpe, tmp_path):
-    tokens, report = stored(tmp_path, bpe, max_tokens=5)
-    assert len(tokens) == 5 and report == "texts; using 5 tokens; the documents after them are left out"
-
-
 def test_nothing_to_read(bpe, tmp_path):
     (tmp_path / "empty.txt").touch()
     documents = data.local([tmp_path], "text", 0, tmp_path / "cache")
@@ -290,17 +214,6 @@ def test_nothing_to_read(bpe, tmp_path):
         DataError, match="no text is left to train on: read 1 files, 1 documents.*; left out: 1 documents without text"
     ):
         data.store(tmp_path, documents, bpe, 100)
-
-
-def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    def full(**_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-        yield
-
-    monkeypatch.setattr(data, "read", full)
-    (tmp_path / "a.txt").touch()
-    with pytest.raises(OSError, match="No space left on device"):
-        data.local([tmp_path], "text", 0, tmp_path / "cache")
 
 
 def test_documents_are_drawn_from_all_files(tmp_path, tmp_path_factory):
@@ -334,9 +247,8 @@ def test_held_out_tokens_begin_with_a_document(sizes, blocks, length, expected, 
     values[np.cumsum(sizes) - 1] = 0
     tokens = tokens_of(values, tmp_path / "tokens")
     train, held_out = data.split(tokens, blocks / (100 // length), length, 0)
-    assert (len(train), len(held_out)) == (expected, 100 - expected) and held_out[:].tolist() == values[
-        expected:
-    ].tolist()
+    assert (len(train), len(held_out)) == (expected, 100 - expected)
+    assert held_out[:].tolist() == values[expected:].tolist()
     assert data.split(tokens, 0.0, length, 0) == (tokens, None)
     with pytest.raises(DataError, match="too few to hold 99% of the blocks"):
         data.split(tokens, 0.99, length, 0)
@@ -349,10 +261,8 @@ def test_blocks_cover_every_token_once_a_pass(tmp_path):
     order = [blocks.block(i) for i in range(20)]
     assert sorted(order[:10]) == sorted(order[10:]) == list(range(10)) and order[:10] != order[10:]
     sample = blocks[4]
-    assert (
-        sample["input_ids"].tolist() == list(range(order[4] * 10, order[4] * 10 + 10))
-        and sample["input_ids"].dtype == torch.int64
-    )
+    assert sample["input_ids"].tolist() == list(range(order[4] * 10, order[4] * 10 + 10))
+    assert sample["input_ids"].dtype == torch.int64
     # any sample, in any order, from a fresh object
     assert all(torch.equal(data.Blocks(tokens, 10, 25, 3)[i]["input_ids"], blocks[i]["input_ids"]) for i in (17, 3, 24))
     assert [data.Blocks(tokens, 10, 25, 4).block(i) for i in range(10)] != order[:10]
@@ -361,7 +271,42 @@ def test_blocks_cover_every_token_once_a_pass(tmp_path):
         data.Blocks(tokens, 200)
 
 
-def test_workers_get_the_path_of_the_tokens(tmp_path):
-    blocks = data.Blocks(tokens_of(np.arange(50_000), tmp_path / "tokens").part(10, 40_000), 10, seed=0)
-    assert torch.equal(pickle.loads(pickle.dumps(blocks))[7]["input_ids"], blocks[7]["input_ids"])
-    assert len(pickle.dumps(blocks.tokens)) < 1000
+def test_what_files_and_data_sets_hold_as_text(tmp_path_factory):
+    """Impala and old versions of Spark write text without a mark that says so; what is no text is refused by name."""
+
+    def read_all(is_hosted: bool, values, field: str = "text") -> list[str]:
+        folder = tmp_path_factory.mktemp("table")  # datasets keeps what it has read of a path
+        parquet.write_table(pyarrow.table({"text": values}), folder / "impala.parquet")
+        if is_hosted:
+            return list(data.hosted(str(folder), "train", field, 0))
+        return list(data.local([folder], field, 0, tmp_path_factory.mktemp("cache")))
+
+    for is_hosted in (False, True):
+        for kind in (pyarrow.string(), pyarrow.large_binary()):
+            values = pyarrow.array(["fünf".encode(), b"two", None], pyarrow.binary()).cast(kind)
+            assert sorted(read_all(is_hosted, values)) == ["fünf", "two"]
+        for values, field, message in (
+            ([["a"], []], "text", "'text' holds a value of type list; supported: text"),
+            ([b"caf\xe9"], "text", "'utf-8' codec can't decode byte 0xe9"),
+            (["a"], "body", "it has no column 'body'; columns: text"),
+        ):
+            with pytest.raises(DataError, match=f"cannot be read.*: {message}"):
+                read_all(is_hosted, values, field)
+
+
+def test_paths_of_text(tmp_path):
+    """A text file is one document; linked directories are read once, and a link that leads back is not followed."""
+    for name in ("all/b.TXT", "given/a.md", "given/inner/c.text.gz"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        content = f"{name}\r\n\n".encode()
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    os.symlink(tmp_path / "all", tmp_path / "given" / "part2")
+    os.symlink(tmp_path / "given", tmp_path / "given" / "inner" / "up")
+    texts, left_out = read(tmp_path / "given", tmp_path / "given" / "." / "a.md")
+    assert sorted(texts) == [f"{name}\r\n\n" for name in ("all/b.TXT", "given/a.md", "given/inner/c.text.gz")]
+    assert not left_out
+    (tmp_path / "a.pdf").write_bytes(b"%PDF")
+    (tmp_path / "empty").mkdir()
+    for name, message in (("no.txt", "does not exist"), ("empty", "has no files"), ("a.pdf", "ends in '.pdf'")):
+        with pytest.raises(DataError, match=message):
+            documents.find_files([tmp_path / name])

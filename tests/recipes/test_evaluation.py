@@ -1,7 +1,5 @@
 """Held-out loss, tasks through lm-eval, generation, and the three commands."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -22,9 +20,8 @@ from lm_runs import start
 from official import write_official
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-import flashmhf
 from flashmhf.models import FFN_TYPES, generation
-from flashmhf_recipes import cli, evaluation, pretrained, training
+from flashmhf_recipes import cli, evaluation, pretrained
 from flashmhf_recipes.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -225,51 +222,7 @@ def test_streaming_prints_as_tokens_come(runs, monkeypatch):
     assert seen[0] == "the cat" and len(set(seen)) > 3 and seen[-1].startswith("the cat ")
 
 
-def test_a_model_that_knows_no_maximum(trained, text, tmp_path):
-    _, tokenizer = trained
-    bloom = transformers.BloomForCausalLM(
-        transformers.BloomConfig(vocab_size=300, hidden_size=32, n_layer=1, n_head=2)
-    ).eval()
-    with pytest.raises(ValueError, match="give window: the model's configuration has no maximum"):
-        evaluation.held_out_loss(bloom, tokenizer, [text])
-    (tmp_path / "short.txt").write_text("the cat sat")
-    assert evaluation.held_out_loss(bloom, tokenizer, [tmp_path / "short.txt"], window=16).tokens > 0
-    assert isinstance(generation.generate(bloom, tokenizer, "the cat", max_new_tokens=3), str)
-
-
-def test_training_goes_on_from_a_model_with_replaced_networks(runs, text, tmp_path):
-    """The run stores it, loads it again, and what it leaves loads as well."""
-    sizes = dict(vocab_size=300, hidden_size=64, intermediate_size=192, num_hidden_layers=1, max_position_embeddings=32)
-    model = transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    )
-    flashmhf.replace_ffn(model, num_heads=2)
-    model.save_pretrained(tmp_path / "model")
-    settings = dict(
-        init_from=str(tmp_path / "model"), tokenizer=str(runs["swiglu"]), data=[str(text)], batch=2, device="cpu"
-    )
-    result = training.start(
-        training.Options(output=str(tmp_path / "run"), steps=2, learning_rate=1e-4, **settings), bar=False
-    )
-    trained, _ = pretrained.load(str(result.output), device="cpu")
-    assert isinstance(trained.model.layers[0].mlp, flashmhf.FlashMHF)
-    before, after = (m.model.layers[0].mlp.k for m in (model, trained))
-    assert not torch.equal(before, after)
-    torch.testing.assert_close(before, after, atol=1e-3, rtol=0)
-
-
 # Commands
-
-
-@pytest.mark.parametrize("ffn", FFN_TYPES)
-def test_every_network_evaluates_and_generates(ffn, runs, text, capsys):
-    model = ["--model", str(runs[ffn]), "--device", "cpu"]
-    assert cli.main(["eval", *model, "--data", str(text), "--window", "128"]) == 0
-    out = capsys.readouterr().out
-    assert float(out.split("loss ")[1].split()[0]) < 3.5  # ln 300 = 5.7 before training
-    assert "left out" not in out
-    assert cli.main(["generate", *model, "the cat", "--max-new-tokens", "5", "--seed", "0"]) == 0
-    assert capsys.readouterr().out.startswith("the cat")
 
 
 def test_train_command_and_resume(text, tmp_path, capsys):
@@ -291,10 +244,8 @@ def test_train_command_and_resume(text, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_eval_command_with_tasks_and_json(runs, text, tmp_path, monkeypatch, capsys):
-    """The harness's own log-likelihoods on our model, without a network; lm-eval knows the paper's tasks.
-
-    A local task in lm-eval's own format: which continuation the training text had.
-    """
+    """The harness's own log-likelihoods on our model, without a network; lm-eval knows the paper's tasks. A local task
+    in lm-eval's own format: which continuation the training text had."""
     pytest.importorskip("lm_eval")
     rows = [{"question": "the head mixes what each", "choices": ["sub", "xqz"], "answer": 0} for _ in range(4)]
     rows.append({"question": "each sub network finds and", "choices": ["QQQQ", "the"], "answer": 1})
@@ -329,3 +280,14 @@ def test_eval_command_with_tasks_and_json(runs, text, tmp_path, monkeypatch, cap
         assert cli.main([*command, *arguments.split()]) == 2
         captured = capsys.readouterr()
         assert message in captured.err and not captured.out  # before the model is loaded and evaluated
+
+
+@pytest.mark.parametrize("ffn", FFN_TYPES)
+def test_every_network_evaluates_and_generates(ffn, runs, text, capsys):
+    model = ["--model", str(runs[ffn]), "--device", "cpu"]
+    assert cli.main(["eval", *model, "--data", str(text), "--window", "128"]) == 0
+    out = capsys.readouterr().out
+    assert float(out.split("loss ")[1].split()[0]) < 3.5  # ln 300 = 5.7 before training
+    assert "left out" not in out
+    assert cli.main(["generate", *model, "the cat", "--max-new-tokens", "5", "--seed", "0"]) == 0
+    assert capsys.readouterr().out.startswith("the cat")

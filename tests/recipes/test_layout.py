@@ -1,8 +1,6 @@
 """Training runs on several processes over gloo: by heads, with sharded parameters, both; failing and killed processes;
 resumption."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from pathlib import Path
@@ -57,19 +55,13 @@ def test_layouts_that_there_are_not(sizes, processes, message):
         layout_of(*sizes, processes, {})
 
 
-@pytest.mark.parametrize(
-    ("ffn", "model", "message"),
-    [
-        ("pkv", {}, "tp is 2: .* without a FlashMHF, MHFFN or SwiGLU network"),
-        ("dense_moe", {}, "tp is 2: .* without a FlashMHF, MHFFN or SwiGLU network"),
-        (
-            "flashmhf",
-            {"ffn_num_heads": 1},
-            r"tp is 2: model.layers.0.mlp has H = 1 heads .* size 2; supported: sizes that divide H",
-        ),
-        ("flashmhf", {"num_key_value_heads": 1}, "tp is 2: model.layers.0.self_attn.k_proj has 1 heads"),
-    ],
-)
+@pytest.mark.parametrize(("ffn", "model", "message"), [
+    ("pkv", {}, "tp is 2: .* without a FlashMHF, MHFFN or SwiGLU network"),
+    ("dense_moe", {}, "tp is 2: .* without a FlashMHF, MHFFN or SwiGLU network"),
+    ("flashmhf", {"ffn_num_heads": 1},
+     r"tp is 2: model.layers.0.mlp has H = 1 heads .* size 2; supported: sizes that divide H"),
+    ("flashmhf", {"num_key_value_heads": 1}, "tp is 2: model.layers.0.self_attn.k_proj has 1 heads"),
+])  # fmt: skip
 def test_models_that_heads_do_not_shard_are_refused_before_anything_is_written(
     text, tmp_path, monkeypatch, ffn, model, message
 ):
@@ -87,11 +79,9 @@ def one_process(text, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(one_process, text, tmp_path):
-    """Data parallel over gloo: the same batches in total, so the same losses to rounding; one process writes.
-
-    The held-out loss of the same weights has the same bits. Two processes have five held-out batches, the last one
-    shorter.
-    """
+    """Data parallel over gloo: the same batches in total, so the same losses to rounding; one process writes. The
+    held-out loss of the same weights has the same bits. Two processes have five held-out batches, the last one
+    shorter."""
     run = tmp_path / "run"
     done = torchrun(2, *FLAGS.split(), "--data", text, "--output", run)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -125,24 +115,7 @@ def test_a_failing_process_of_two_ends_the_job_with_its_message(one_process, tmp
     start = time.monotonic()
     arguments = *FLAGS.split(), "--tokens", one_process, "--output", tmp_path / "run", "--tp", 2
     done = torchrun(2, *arguments, FAIL_AT="3")
-    assert (
-        done.returncode
-        and "flashmhf: error: this process has a fault of its own" in done.stderr
-        and time.monotonic() - start < 200
-    )
+    assert done.returncode
+    assert "flashmhf: error: this process has a fault of its own" in done.stderr
+    assert time.monotonic() - start < 200
     assert "rank      : 1" in done.stderr and "exitcode  : 2" in done.stderr
-
-
-@pytest.mark.slow
-def test_replicas_of_shards_train_with_muon_as_one_process(one_process, tmp_path):
-    """Two replicas of two shards, whose held-out batches have different lengths; then one process from a checkpoint of
-    theirs."""
-    settings = ONE_PROCESS | dict(data=[], tokens=str(one_process), optimizer="muon")
-    whole = start(tmp_path / "one", "", **settings).output
-    run = tmp_path / "run"
-    done = torchrun(4, *FLAGS.split(), "--tokens", one_process, "--optimizer", "muon", "--output", run, "--dp-shard", 2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    same_run(run, whole, rel=1e-3)  # Muon's iteration is in bf16, which makes more of rounding
-    shutil.rmtree(run / "checkpoint-12")
-    training.resume(run, dp_shard=1, bar=False)
-    same_run(run, whole, rel=1e-3)

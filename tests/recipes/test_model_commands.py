@@ -1,13 +1,9 @@
 """The commands train, eval and generate: options are used or refused, help is true, errors are one line."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import torch
-from lm_runs import start
-from transformers import trainer
 
 from flashmhf.models.presets import PRESETS, SCALES
 from flashmhf_recipes import cli, tokenizer, training
@@ -75,11 +71,3 @@ def test_help_of_train_is_true(capsys):
         name for name in PRESETS if "-dh" in name
     }
     assert "examples:" in out and "report_to=wandb" in out and "--init-from" in out
-
-
-def test_a_resumed_tied_model_warns_of_nothing(text, tmp_path, monkeypatch):
-    warnings = []
-    monkeypatch.setattr(trainer.logger, "warning", warnings.append)
-    start(tmp_path / "run", text, steps=2, arguments={"report_to": []})
-    training.resume(tmp_path / "run", bar=False)
-    assert not warnings

@@ -1,8 +1,6 @@
 """Options of a run: what it decides is refused among transformers' settings; a step is made up for any number of
 processes."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import math
@@ -29,7 +27,8 @@ def resolved(**settings) -> Options:
 
 def test_what_a_run_does_not_decide_is_passed_on_as_it_is():
     settings = {"neftune_noise_alpha": 5, "adam_epsilon": 1e-6, "push_to_hub": False, "lr_scheduler_type": "linear"}
-    arguments = training_arguments(resolved(arguments=settings))
+    arguments = training_arguments(resolved(arguments=settings, checkpointing=True))
+    assert arguments.gradient_checkpointing
     assert {name: getattr(arguments, name) for name in settings} == settings
 
 
@@ -62,51 +61,45 @@ def test_presets_and_networks_combine(settings, name):
     assert Options(output="run", data=["x"], **settings).resolve().preset == name
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"arguments": {"adam_epsilom": 1}}, "arguments cannot set adam_epsilom; did you mean adam_epsilon?"),
-        ({"arguments": {"nosuch": 1}}, "arguments cannot set nosuch; supported: accelerator_config, "),
-        ({"arguments": {"max_steps": 1}}, "arguments cannot set max_steps; use steps"),
-        ({"arguments": {"optim": "schedule_free_adamw"}}, "cannot set optim to a schedule-free optimizer"),
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"arguments": {"adam_epsilom": 1}}, "arguments cannot set adam_epsilom; did you mean adam_epsilon?"),
+    ({"arguments": {"nosuch": 1}}, "arguments cannot set nosuch; supported: accelerator_config, "),
+    ({"arguments": {"max_steps": 1}}, "arguments cannot set max_steps; use steps"),
+    ({"arguments": {"optim": "schedule_free_adamw"}}, "cannot set optim to a schedule-free optimizer"),
+    ({"arguments": {"save_strategy": "best"}}, "arguments sets save_strategy to 'best'; supported: steps, epoch, no"),
+    ({"optimizer": "muon", "arguments": {"optim": "adafactor"}}, "cannot set optim with optimizer 'muon'"),
+    ({"optimizer": "lion"}, "optimizer is 'lion'; supported: adamw, muon"),
+    ({"precision": "fp8"}, "precision is 'fp8'; supported: auto, bf16, fp32"),
+    ({"device": "tpu"}, "device is 'tpu'; supported: auto, cpu, cuda"),
+    ({"preset": "flashmhf-7b"}, "no preset 'flashmhf-7b'; supported: .*flashmhf-1.3b"),
+    ({"ffn": "mlp"}, "ffn is 'mlp'; supported: swiglu"),
+    ({"preset": "flashmhf-128m-dh64", "ffn": "swiglu"}, "no preset 'swiglu-128m-dh64'"),
+    ({"preset": "128mm", "ffn": "swiglu"}, "no preset 'swiglu-128mm'"),
+    ({"data": []}, "give one of data, dataset and tokens"),
+    ({"dataset": "pile"}, "give one of data, dataset and tokens"),
+    ({"learning_rate": 1e-6}, "min_learning_rate is 1e-05; supported: at most 1e-06"),
+    ({"model": {"vocab_size": 9999}}, "model cannot set vocab_size; use vocab_size"),
+    ({"model": {"ffn_type": "pkv"}}, "model cannot set ffn_type; use ffn"),
+    ({"model": {"pad_token_id": 3}}, "model cannot set pad_token_id; use tokenizer"),
+    ({"model": {"hiden_size": 64}}, "model cannot set hiden_size; did you mean hidden_size"),
+    ({"model": {"max_position_embeddings": 64}}, "model sets max_position_embeddings to 64, below length = 128"),
+    *(
+        ({"model": x}, "^model: ")
+        for x in ({"hidden_size": 65}, {"head_dim": 7}, {"hidden_size": "wide"}, {"ffn_num_heads": 3})
+    ),
+    ({"arguments": {"lr_scheduler_type": "warmup_stable_decay"}}, "arguments: .*num_decay_steps"),
+    *(
         (
-            {"arguments": {"save_strategy": "best"}},
-            "arguments sets save_strategy to 'best'; supported: steps, epoch, no",
-        ),
-        ({"optimizer": "muon", "arguments": {"optim": "adafactor"}}, "cannot set optim with optimizer 'muon'"),
-        ({"optimizer": "lion"}, "optimizer is 'lion'; supported: adamw, muon"),
-        ({"precision": "fp8"}, "precision is 'fp8'; supported: auto, bf16, fp32"),
-        ({"device": "tpu"}, "device is 'tpu'; supported: auto, cpu, cuda"),
-        ({"preset": "flashmhf-7b"}, "no preset 'flashmhf-7b'; supported: .*flashmhf-1.3b"),
-        ({"ffn": "mlp"}, "ffn is 'mlp'; supported: swiglu"),
-        ({"preset": "flashmhf-128m-dh64", "ffn": "swiglu"}, "no preset 'swiglu-128m-dh64'"),
-        ({"preset": "128mm", "ffn": "swiglu"}, "no preset 'swiglu-128mm'"),
-        ({"data": []}, "give one of data, dataset and tokens"),
-        ({"dataset": "pile"}, "give one of data, dataset and tokens"),
-        ({"learning_rate": 1e-6}, "min_learning_rate is 1e-05; supported: at most 1e-06"),
-        ({"model": {"vocab_size": 9999}}, "model cannot set vocab_size; use vocab_size"),
-        ({"model": {"ffn_type": "pkv"}}, "model cannot set ffn_type; use ffn"),
-        ({"model": {"pad_token_id": 3}}, "model cannot set pad_token_id; use tokenizer"),
-        ({"model": {"hiden_size": 64}}, "model cannot set hiden_size; did you mean hidden_size"),
-        ({"model": {"max_position_embeddings": 64}}, "model sets max_position_embeddings to 64, below length = 128"),
-        *(
-            ({"model": x}, "^model: ")
-            for x in ({"hidden_size": 65}, {"head_dim": 7}, {"hidden_size": "wide"}, {"ffn_num_heads": 3})
-        ),
-        ({"arguments": {"lr_scheduler_type": "warmup_stable_decay"}}, "arguments: .*num_decay_steps"),
-        *(
-            (
-                {"arguments": {"lr_scheduler_type": name}, "eval_fraction": 0.1},
-                f"type is '{name}'; supported: schedules of the step alone",
-            )
-            for name in ("reduce_lr_on_plateau", "greedy")
-        ),
-        ({"arguments": {"lr_scheduler_type": "nosuch"}}, "arguments: nosuch is not a valid SchedulerType"),
-        ({"arguments": {"optim": "nosuch"}}, "arguments: nosuch is not a valid OptimizerNames"),
-        ({"arguments": {"report_to": "nosuch"}}, "arguments: nosuch is not supported"),
-        pytest.param({"arguments": {"report_to": "wandb"}}, "arguments: WandbCallback requires wandb", marks=NO_WANDB),
-    ],
-)
+            {"arguments": {"lr_scheduler_type": name}, "eval_fraction": 0.1},
+            f"type is '{name}'; supported: schedules of the step alone",
+        )
+        for name in ("reduce_lr_on_plateau", "greedy")
+    ),
+    ({"arguments": {"lr_scheduler_type": "nosuch"}}, "arguments: nosuch is not a valid SchedulerType"),
+    ({"arguments": {"optim": "nosuch"}}, "arguments: nosuch is not a valid OptimizerNames"),
+    ({"arguments": {"report_to": "nosuch"}}, "arguments: nosuch is not supported"),
+    pytest.param({"arguments": {"report_to": "wandb"}}, "arguments: WandbCallback requires wandb", marks=NO_WANDB),
+])  # fmt: skip
 def test_refused_settings(settings, message):
     """All of them before anything is written, also where transformers would refuse them in the middle of a start."""
     with pytest.raises(ValueError, match=message):
@@ -115,18 +108,13 @@ def test_refused_settings(settings, message):
         training_arguments(options)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"data": [], "tokens": "run", "tokenizer": "gpt2"}, "tokenizer is 'gpt2', which has no effect with tokens"),
-        ({"data": [], "tokens": "run", "text_field": "body"}, "text_field is 'body', which has no effect with tokens"),
-        ({"split": "test"}, "split is 'test', which has no effect without dataset"),
-        (
-            {"min_learning_rate": 1e-4, "arguments": {"lr_scheduler_type": "linear"}},
-            "min_learning_rate is 0.0001, which has no effect",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"data": [], "tokens": "run", "tokenizer": "gpt2"}, "tokenizer is 'gpt2', which has no effect with tokens"),
+    ({"data": [], "tokens": "run", "text_field": "body"}, "text_field is 'body', which has no effect with tokens"),
+    ({"split": "test"}, "split is 'test', which has no effect without dataset"),
+    ({"min_learning_rate": 1e-4, "arguments": {"lr_scheduler_type": "linear"}},
+     "min_learning_rate is 0.0001, which has no effect"),
+])  # fmt: skip
 def test_options_without_effect_are_refused(settings, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         training.start(Options(**{"output": str(tmp_path / "run"), "preset": "tiny", "data": ["x"]} | settings))
