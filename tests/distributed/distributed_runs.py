@@ -1,9 +1,6 @@
 """Cases of test_distributed.py: ``python distributed_runs.py PROCESSES CASE[,CASE...] [ARGUMENT...]`` runs them on gloo
-processes.
-
-Every case compares with the same computation in one process. A failed assertion in any process is the exit status. With
-DISTRIBUTED_DEVICE=cuda every process has a GPU and NCCL: for the cases of ``test_two_gpus``.
-"""
+processes. Every case compares with the same computation in one process. A failed assertion in any process is the exit
+status. With DISTRIBUTED_DEVICE=cuda every process has a GPU and NCCL: for the cases of ``test_two_gpus``."""
 
 import copy
 import faulthandler
@@ -86,10 +83,8 @@ def operands(
 
 
 def check_rules(mesh: DeviceMesh, *ways: str, near: float = 0.0, **options: Any) -> None:
-    """Every operator with operands placed as ``ways`` name for each mesh dimension;
-
-    ``near`` is a part of a result's largest value.
-    """
+    """Every operator with operands placed as ``ways`` name for each mesh dimension; ``near`` is a part of a result's
+    largest value."""
     x = operands(**options)
     r = flashmhf.gate(x["q"], x["w"])
     of_tokens, of_weights, of_grads = ([WAYS[way][part] for way in ways] for part in range(3))
@@ -244,8 +239,7 @@ def compiled_module() -> None:
 
 def served_shard() -> None:
     """The shard of a rank that an engine serves with a real all-reduce, compiled, too, and on a GPU in a CUDA graph,
-    against the module.
-    """
+    against the module."""
     torch.set_default_device(None)  # an engine sets none
     torch.manual_seed(0)
     on_gpu = DEVICE == "cuda"
@@ -298,10 +292,8 @@ def mixed_precision() -> None:
 
 
 def initialisation() -> None:
-    """Weights that are first sharded, on the meta device, and then drawn, as large models are made;
-
-    d_e sharded, too.
-    """
+    """Weights that are first sharded, on the meta device, and then drawn, as large models are made; d_e sharded,
+    too."""
     torch.manual_seed(0)  # the deviations of a few hundred values differ by more than a fifth in some draws
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     for heads, subnets, options in ((4, 2, {}), (4, 2, {"q_norm": True}), (3, 3, {"bias": True})):
@@ -389,10 +381,8 @@ def training() -> None:
 
 
 def muon() -> None:
-    """FSDP2, tensor parallelism and both:
-
-    one process's weights and momenta; matrices sharded by rows, columns and heads, evenly or not.
-    """
+    """FSDP2, tensor parallelism and both: one process's weights and momenta; matrices sharded by rows, columns and
+    heads, evenly or not."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -449,10 +439,8 @@ def example() -> None:
 
 
 def uneven_sizes() -> None:
-    """A vocabulary that the ranks do not divide, and every block compiled as large trainings do:
-
-    as in one process. Refusals.
-    """
+    """A vocabulary that the ranks do not divide, and every block compiled as large trainings do: as in one process.
+    Refusals."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     whole, sharded = language_model(), language_model()
     for model in (whole, sharded):
@@ -506,10 +494,7 @@ def norms_of_heads() -> None:
 
 def bf16_losses() -> None:
     """bf16 computation, float32 weights and reductions: FSDP2 repeats the bits of one process that accumulates
-    micro-batches.
-
-    Tensor parallelism adds the heads' sums in bf16, in another order: within 1e-3.
-    """
+    micro-batches. Tensor parallelism adds the heads' sums in bf16, in another order: within 1e-3."""
     size = dist.get_world_size()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     losses = {}

@@ -1,7 +1,5 @@
-"""Several processes over gloo against one:
-
-sharding rules, plans, training steps, checkpoints. The cases are in distributed_runs.py.
-"""
+"""Several processes over gloo against one: sharding rules, plans, training steps, checkpoints. The cases are in
+distributed_runs.py."""
 
 import contextlib
 from pathlib import Path

@@ -1,7 +1,5 @@
-"""Networks that hold the heads of one rank, without an engine: values, loading, compilation, CUDA graphs.
-
-Two ranks with an all-reduce are a case of distributed_runs.py.
-"""
+"""Networks that hold the heads of one rank, without an engine: values, loading, compilation, CUDA graphs. Two ranks
+with an all-reduce are a case of distributed_runs.py."""
 
 import copy
 import itertools

@@ -1,7 +1,5 @@
-"""The override for torchtitan, where it is installed:
-
-sizes, initialisation, FSDP2, tensor parallelism, AC, compile, checkpoints.
-"""
+"""The override for torchtitan, where it is installed: sizes, initialisation, FSDP2, tensor parallelism, AC, compile,
+checkpoints."""
 
 from pathlib import Path
 
@@ -32,10 +30,8 @@ def run(folder: Path, dp: int, tp: int, *compiled: str) -> None:
 
 @pytest.mark.parametrize("arguments", [(1, 2), (2, 1, "compile"), (2, 2)], ids=str)
 def test_processes_compute_what_one_does(one_process, arguments):
-    """(FSDP2, tensor parallelism) with full activation checkpointing, from one process's checkpoint:
-
-    loss and gradients.
-    """
+    """(FSDP2, tensor parallelism) with full activation checkpointing, from one process's checkpoint: loss and
+    gradients."""
     run(one_process, *arguments)
 
 

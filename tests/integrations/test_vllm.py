@@ -105,10 +105,7 @@ def engine(
     directory: Path, **settings: object
 ) -> tuple[list[list[int]], list[dict[str, list[int]]], list[list[float]]]:
     """vLLM's greedy continuations, each rank's shapes of the first feed-forward network, and the tokens'
-    log-probabilities, from a process of its own.
-
-    Raises RuntimeError with the end of its output where it fails.
-    """
+    log-probabilities, from a process of its own. Raises RuntimeError with the end of its output where it fails."""
     out = directory.with_suffix(".json")
     command = [sys.executable, __file__, str(directory), str(out), json.dumps(settings)]
     done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
@@ -175,8 +172,7 @@ def log_probabilities(model, prompts: list[list[int]], found: list[list[int]]) -
 )
 def test_a_mixed_batch_has_the_log_probabilities_of_transformers(name, ranks, eager, models):
     """20 prompts of 1 to 200 tokens in one batch, in bf16: the tokens and their log-probabilities differ from those in
-    float32 by what the model of transformers itself differs in bf16; with and without compiled code and CUDA graphs.
-    """
+    float32 by what the model of transformers itself differs in bf16; with and without compiled code and CUDA graphs."""
     if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} GPUs")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,7 +1,5 @@
-"""torchtitan's Llama 3 with FlashMHF over gloo: ``python titan_runs.py PROCESSES case FOLDER DP TP [compile]``.
-
-With DP and TP 1 it saves a checkpoint, a loss and gradients in FOLDER; otherwise it loads the checkpoint and compares.
-"""
+"""torchtitan's Llama 3 with FlashMHF over gloo: ``python titan_runs.py PROCESSES case FOLDER DP TP [compile]``. With DP
+and TP 1 it saves a checkpoint, a loss and gradients in FOLDER; otherwise it loads the checkpoint and compares."""
 
 import os
 import sys

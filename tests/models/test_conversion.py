@@ -1,7 +1,5 @@
-"""Official whole-model checkpoints:
-
-equal logits with a forward written from the formulae, which files are read, refusals by name.
-"""
+"""Official whole-model checkpoints: equal logits with a forward written from the formulae, which files are read,
+refusals by name."""
 
 import json
 
@@ -206,10 +204,8 @@ def test_scales_and_gains_of_the_initialisation():
 
 
 def test_a_16_bit_checkpoint_of_either_format(tmp_path):
-    """Rotary frequencies stay float32:
-
-    rounded ones put the angles of positions 2048-4096 wrong by more than a radian.
-    """
+    """Rotary frequencies stay float32: rounded ones put the angles of positions 2048-4096 wrong by more than a
+    radian."""
     write(tmp_path, OFFICIAL, {name: w.bfloat16() for name, w in official_model(OFFICIAL).state_dict().items()})
     exact, model = conversion.load_official(tmp_path, torch.float32), conversion.load_official(tmp_path)
     assert exact.dtype == torch.float32 and model.dtype == torch.bfloat16
@@ -279,16 +275,6 @@ def test_the_files_that_transformers_takes(case, tmp_path):
     LlamaConfig(**sizes).save_pretrained(tmp_path)
     taken = LlamaForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(model.model.embed_tokens.weight, taken.model.embed_tokens.weight)
-
-
-def test_a_shard_that_is_gone(tmp_path):
-    shards(tmp_path, STATE, 2, "safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(OFFICIAL))
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"lacks \['model-00002-of-00002.safetensors'\], which model.safetensors"
-    ):
-        conversion.load_official(tmp_path)
 
 
 def test_generation_settings_are_carried_over(tmp_path):
@@ -397,14 +383,4 @@ def test_incomplete_or_contradictory_checkpoints(tied, dropped, message, tmp_pat
     with pytest.raises(
         FileNotFoundError, match="has no weights; expected one of model.safetensors, model.safetensors.index.json, pyt"
     ):
-        conversion.load_official(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"intermediate_size": 144}, {"mhffnmoe_num_experts": 2}, {"mhffnmoe_num_heads": 6}, {"mhffnmoe_num_kuv_heads": 1}],
-)
-def test_weights_of_another_configuration_are_refused(change, tmp_path):
-    write(tmp_path, OFFICIAL | change, STATE)
-    with pytest.raises(ValueError, match="shape"):
         conversion.load_official(tmp_path)
