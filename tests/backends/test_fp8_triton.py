@@ -116,14 +116,9 @@ def test_compiles_to_e4m3_products(capability, instruction, head_dim):
 
     config = fp8.config(head_dim, 384)
     pointers = {
-        "q": "*bf16",
-        "k8": "*fp8e4nv",
-        "u8": "*fp8e4nv",
-        "v8": "*fp8e4nv",
-        "scales": "*fp32",
-        "r": "*fp32",
+        "q": "*bf16", "k8": "*fp8e4nv", "u8": "*fp8e4nv", "v8": "*fp8e4nv", "scales": "*fp32", "r": "*fp32",
         "out": "*bf16",
-    }
+    }  # fmt: skip
     constants = {
         "Q_LAYOUT": "rows",
         "R_LAYOUT": "rows",

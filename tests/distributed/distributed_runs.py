@@ -492,41 +492,6 @@ def norms_of_heads() -> None:
         equal(parameter.grad, other.grad, msg=name)
 
 
-def bf16_losses() -> None:
-    """bf16 computation, float32 weights and reductions: FSDP2 repeats the bits of one process that accumulates
-    micro-batches. Tensor parallelism adds the heads' sums in bf16, in another order: within 1e-3."""
-    size = dist.get_world_size()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    losses = {}
-    for layout in ((size, 1, 1), (1, size, 1), (1, 1, size)):
-        mesh = init_device_mesh(DEVICE, layout, mesh_dim_names=("program", "dp", "tp"))
-        model = language_model().float()
-        if layout[2] > 1:
-            parallelize(model, mesh["tp"])
-        for module in (*model.model.layers, model):
-            fully_shard(module, mesh=mesh["dp"], mp_policy=policy, shard_placement_fn=shard_placement(layout[1]))
-        optimizer = torch.optim.AdamW(flashmhf.param_groups(model, 1e-3, 0.1))
-        curve = []
-        for _ in range(6):
-            parts = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(1)).chunk(size)
-            total = torch.zeros(())
-            for part in parts[dist.get_rank() :][:1] if layout[1] > 1 else parts:
-                loss = model(input_ids=part, labels=part).loss / (1 if layout[1] > 1 else size)
-                loss.backward()
-                total += loss.detach()
-            if layout[1] > 1:
-                dist.all_reduce(total)
-                total /= size
-            optimizer.step()
-            optimizer.zero_grad()
-            curve.append(total)
-        losses[layout] = torch.stack(curve)
-    one, shards, heads = losses.values()
-    assert one[0] - one[-1] > 0.02, one
-    assert torch.equal(shards, one), shards - one
-    equal(heads, one, rtol=0, atol=1e-3)
-
-
 def _states(model: nn.Module, optimizer) -> dict:
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
@@ -593,17 +558,6 @@ def transformers_plans(folder: str) -> None:
             equal(staged(tokens).logits, whole(tokens).logits)
 
 
-LANGUAGE_MODELS = {
-    "training",
-    "example",
-    "uneven_sizes",
-    "norms_of_heads",
-    "bf16_losses",
-    "save_checkpoint",
-    "load_checkpoint",
-}
-
-
 def _process(rank: int, processes: int, store: str, case, arguments: list[str]) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
@@ -625,7 +579,7 @@ def _process(rank: int, processes: int, store: str, case, arguments: list[str]) 
 def main(cases: dict[str, Any]) -> None:
     """Run the cases that the command line names, each in new processes."""
     processes, names, arguments = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]
-    if not LANGUAGE_MODELS.isdisjoint(names):
+    if set(names) & set("training example uneven_sizes norms_of_heads save_checkpoint load_checkpoint".split()):
         import flashmhf.models  # noqa: F401  once, and not in each process; transformers takes seconds
     for name in names:
         # forked: torch is imported once. A process that fails ends the others

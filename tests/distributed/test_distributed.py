@@ -46,7 +46,7 @@ def test_operators_modules_and_muon(cases, processes):
     ("cases", "processes"),
     [
         pytest.param("training", 4, marks=pytest.mark.slow),
-        ("example,uneven_sizes,norms_of_heads,bf16_losses", 2),
+        ("example,uneven_sizes,norms_of_heads", 2),
     ],
 )
 def test_language_models_train_as_in_one_process(cases, processes):
@@ -156,7 +156,7 @@ HELD = {
 
 @pytest.mark.parametrize(
     ("call", "message"),
-    [(call, message) for call in ("parallelize", "a model", "style", "shard") for message in HELD]
+    [(call, message) for call in ("parallelize", "a model", "shard") for message in HELD]
     + [("stack_weights", message) for message in HELD if "adapter" not in message],  # of W_in, which it leaves alone
 )
 def test_weights_that_are_not_the_modules_own_are_refused_and_stay(call, message, tmp_path):
@@ -170,8 +170,6 @@ def test_weights_that_are_not_the_modules_own_are_refused_and_stay(call, message
                 flashmhf.distributed.parallelize(network, mesh)
             case "a model":
                 flashmhf.distributed.parallelize(model, mesh)
-            case "style":
-                flashmhf.distributed.HeadParallel()._apply(network, mesh)
             case "shard":
                 flashmhf.distributed.shard(network, flashmhf.distributed.Rank())
             case _:

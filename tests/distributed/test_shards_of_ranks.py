@@ -59,16 +59,6 @@ def test_shards_sum_to_the_network(name, size):
     )
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_the_heads_are_those_of_the_parameters(trained):
-    """Where an engine divides the parameters by itself, num_heads stays that of the whole network."""
-    whole, x = network("q_norm and bias"), torch.randn(7, D_MODEL, requires_grad=trained)
-    parts = shards(whole.requires_grad_(False), 2)
-    for part in parts:
-        part.num_heads, part.num_kv_heads = whole.num_heads, whole.num_kv_heads
-    torch.testing.assert_close(sum(part(x) for part in parts), whole(x))
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_a_checkpoint_of_the_whole_network_loads_into_every_rank(name):
     whole = network(name)

@@ -201,17 +201,13 @@ def damaged(directory: Path, target: Path, name: str) -> Path:
 
 
 REFUSED = {  # model, what it lacks, settings of the engine, and the message
-    "method without packed weights": (
-        "flashmhf",
-        None,
-        {"quantization": "flashmhf"},
-        "the checkpoint has no packed weights",
-    ),
+    "method without packed weights": ("flashmhf", None, {"quantization": "flashmhf"},
+     "the checkpoint has no packed weights"),
     "a changed model": ("swapped", None, {}, "networks that its class does not build"),
     "ranks": ("flashmhf", None, {"tensor_parallel_size": 3}, "3"),
     "a missing weight": ("flashmhf", "0.mlp.router", {}, "router"),
     "a missing packed weight": (FP8, "0.mlp.scales", {}, "lacks 1 weights of its model: .*mlp.scales"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
