@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +20,22 @@ from pathlib import Path
 from .arguments import Parser, add_options, chosen_device, positive_integer
 from .errors import OptionError, TrainingError
 
+STARTED = time.monotonic()  # before torch is imported
+LIMIT = 165.0  # seconds of the bare command, which promises to end within three minutes
+
 DESCRIPTION = """\
-Without a command, flashmhf checks output and gradients against float64 on this machine, and compares time and memory
-with SwiGLU's and naive MH-FFN's at equal parameters.
+Without a command, flashmhf shows within three minutes what it does on this machine: it checks output and gradients
+against float64, compares time and memory with SwiGLU's and naive MH-FFN's at equal parameters, trains a tiny language
+model with FlashMHF and one with SwiGLU, and leaves a table on the terminal and flashmhf_report.png in the current
+directory.
 
 commands (flashmhf COMMAND --help):
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return the exit status: 0; 1 a failed check; 2 an error; 130 and 143 signals; 141 a closed pipe."""
+    """Return the exit status: 0; 1 when a check failed; 2 for an error; 130 after SIGINT, 143 after SIGTERM, 141 after
+    a closed pipe."""
     # Threads that spin at barriers make every small CPU product wait for the scheduler on a busy machine. OpenMP reads
     # this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -107,20 +114,44 @@ def _collected(found: Iterable, what: str) -> list:
 
 def _everything(parser: Parser, arguments: list[str]) -> int:
     import flashmhf
+    from flashmhf import extras
 
     from . import first_run
 
     parser.add_argument("--version", action="version", version=f"flashmhf {flashmhf.__version__}")
+    parser.add_argument("--text", metavar="FILE", help="text to train on (the Python standard library's own source)")
+    parser.add_argument(
+        "--steps", type=positive_integer, help="training steps of the language models (what time allows)"
+    )
     _add_device(parser)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         late = COMMANDS.keys() & set(unknown)
         place = "options come after the command" if late else f"commands: {', '.join(COMMANDS)}"
         raise OptionError(f"{unknown[0]} is not an option or a command; {place}")
+    picture = Path("flashmhf_report.png")
+    text = first_run.training_text(args.text)
+    if not _writable(picture.parent) or not _writable(picture):
+        raise OptionError(f"{picture} cannot be written in {Path.cwd()}")
     setting = first_run.default_setting(chosen_device(args.device))
-    accuracies = _collected(first_run.check(setting.device), "check against float64")
-    measurements = _collected(first_run.compare(setting), "time and memory")
-    print(first_run.table(setting, accuracies, measurements))
+    clock = first_run.Clock(LIMIT, STARTED)
+    print(f"{first_run.shows(setting.device)}\n", flush=True)
+    accuracies = _collected(first_run.check(setting.device, clock=clock), "check against float64")
+    measurements, trained = _collected(first_run.compare(setting, clock), "time and memory"), {}
+    try:
+        trained = first_run.train(text, setting.device, args.steps, bar=True, clock=clock)
+    except ModuleNotFoundError as error:
+        if (note := extras.advice("the language model", error.name)) is None:
+            raise
+        print(f"{note}\n")
+    drawn = first_run.picture(picture, setting, accuracies, measurements, trained)
+    source = Path(args.text).name if args.text else "Python's standard library"
+    print(first_run.table(setting, accuracies, measurements, trained, source))
+    if setting.device.type == "cpu":
+        print(f"\n{first_run.recorded()}")
+    for what in clock.left_out:
+        print(f"left out, to end within three minutes: {what}")
+    print(f"\n{f'picture: {picture.resolve()}; ' if drawn else ''}this took {time.monotonic() - STARTED:.0f} s")
     return _verdict(accuracies)
 
 

@@ -1,11 +1,20 @@
-"""What this machine does: errors against float64, time and memory of the feed-forward networks; needs torch alone."""
+"""The bare command: errors against float64, time and memory of the feed-forward networks, small language models; a
+table, a picture.
+
+It ends within three minutes on any machine: steps are timed, and what would not be done in time is left out and named.
+The language models need the extra ``flashmhf[lm]``; the rest needs torch alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import math
+import random
 import statistics
+import sys
+import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,13 +29,21 @@ from flashmhf import backends, testing
 from flashmhf.nn import MHFFN, FlashMHF, SwiGLU
 from flashmhf.ops import mix as ops
 
-NAMES = ("SwiGLU", "SwiGLU compiled", "naive MH-FFN", "FlashMHF")
+from .errors import DataError
+from .plots import draw
+
+COLORS = {"SwiGLU": "tab:orange", "SwiGLU compiled": "tab:red", "naive MH-FFN": "tab:gray", "FlashMHF": "tab:blue"}
 FIGURES = {
-    "forward_ms": "inference, ms", "forward_mib": "peak memory at inference, MiB", "step_ms": "training step, ms",
+    "forward_ms": "inference, ms",
+    "forward_mib": "peak memory at inference, MiB",
+    "step_ms": "training step, ms",
     "step_mib": "peak memory of a training step, MiB",
-}  # fmt: skip
+}
 WIDTH_MULTIPLE = 8  # elements; rows of 16 bytes, so that cuBLAS takes its fast kernels for SwiGLU
 NAIVE_TOKENS = 2048  # on a CPU: more would take gigabytes
+# Milliseconds of all layers on an H100, bf16, 32,256 tokens: FlashMHF (20 layers), compiled SwiGLU (24).
+RECORD = "benchmarks/results/layer_h100.json"
+RECORDED = {"inference": (109, 134), "a training step": (453, 372)}
 
 
 @dataclass(frozen=True)
@@ -64,6 +81,41 @@ def headline(setting: Setting) -> str:
     return f"flashmhf {flashmhf.__version__} | {machine} | torch {torch.__version__} | back end {next(usable)}"
 
 
+def shows(device: torch.device) -> str:
+    """Return what a run on ``device`` can show and what it cannot, for people."""
+    small = (
+        "Models this small, trained so shortly, do not tell which network learns better;\n"
+        "docs/quality.md has runs that do."
+    )
+    if device.type == "cuda":
+        return (
+            f"This shows whether results are right here, and time and memory of README's layers on this GPU.\n{small}"
+        )
+    return (
+        "A run on a CPU shows whether results are right, how the memory of a training step grows, and models learn.\n"
+        "It says nothing of the speed on a GPU: the fused kernels are for CUDA GPUs, and here PyTorch's own operators\n"
+        f"compute FlashMHF in blocks.\n{small}"
+    )
+
+
+def recorded() -> str:
+    """Return the recorded times of a GPU, for people: they stand beside a CPU's."""
+    ways = "; ".join(f"{way} {ours} ms, compiled SwiGLU {theirs} ms" for way, (ours, theirs) in RECORDED.items())
+    return f"not measured here: on an H100 (20 FlashMHF and 24 SwiGLU layers, bf16, 32,256 tokens; {RECORD}) {ways}"
+
+
+class Clock:
+    """The seconds that a run may take, since ``start``, and what it has left out."""
+
+    def __init__(self, limit: float = math.inf, start: float | None = None):
+        self.limit, self.start = limit, time.monotonic() if start is None else start
+        self.left_out: list[str] = []
+
+    def left(self, share: float = 1.0) -> float:
+        """Return the seconds until ``share`` of the limit."""
+        return self.limit * share - (time.monotonic() - self.start)
+
+
 # Errors
 
 
@@ -87,11 +139,14 @@ class Accuracy:
         return f"{self.backend} {str(self.dtype).removeprefix('torch.')}"
 
 
-def check(device: torch.device, *, backend: str | None = None) -> Iterator[Accuracy]:
+def check(device: torch.device, *, backend: str | None = None, clock: Clock | None = None) -> Iterator[Accuracy]:
     """Yield errors of output and gradients, of every usable back end (or one) in every dtype, on fixed inputs."""
     for name in backends.BACKENDS if backend is None else (backend,):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             if backends.BACKENDS[name].why_not(device, dtype, d_h=128, d_e=384) is not None:
+                continue
+            if clock and clock.left(0.25) < 0:
+                clock.left_out.append(f"the check of {name} in {str(dtype).removeprefix('torch.')}")
                 continue
             p = testing.problem(500, 2, 128, 3, 384, dtype, device, seed=0)
             (plain_out, exact_out), (plain_gradients, exact_gradients) = p.forward(), p.backward()
@@ -145,9 +200,14 @@ class Measurement:
     step_mib: float
 
 
-def compare(setting: Setting) -> Iterator[Measurement]:
+def compare(setting: Setting, clock: Clock | None = None) -> Iterator[Measurement]:
     """Measure every network at every length; all see the same input and upstream gradient."""
+    took = 0.0
     for length in setting.lengths:
+        start = time.monotonic()
+        if clock and clock.left(0.45) < 2.2 * took:  # the next length has about twice the tokens
+            clock.left_out.append(f"lengths from {length:,} on")
+            return
         generator = torch.Generator().manual_seed(length)
         shape = setting.batch, length, setting.d_model
         x, grad = (torch.randn(shape, generator=generator).to(setting.device, setting.dtype) for _ in range(2))
@@ -163,6 +223,7 @@ def compare(setting: Setting) -> Iterator[Measurement]:
                 times = peaks = (math.nan, math.nan)
                 torch.cuda.empty_cache()
             yield Measurement(name, parameters, setting.batch * length, *(layers * t for t in times), *peaks)
+        took = time.monotonic() - start
 
 
 def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -210,7 +271,116 @@ def _peak(run: Callable[[], None], device: torch.device) -> tuple[float, float]:
     return math.nan if math.isnan(before) else high_water() - before, ms
 
 
-# Table
+# Language models: bytes of real text, by the recipe of docs/quality.md (Muon, warm-up) and shapes of
+# docs/guides/sizes.md: heads of 128, three sub-networks each, five layers instead of six.
+
+HELD_OUT = 0.1  # the end of the text
+MINIMUM_BYTES, MAXIMUM_BYTES = 50_000, 32 << 20
+TRIAL_STEPS, FEWEST_STEPS = 4, 40
+_SWIGLU = {"num_hidden_layers": 6, "num_attention_heads": 4}
+_FLASHMHF = {"num_hidden_layers": 5, "num_attention_heads": 4, "ffn_num_subnets": 3}
+SIZES = {
+    "cpu": (
+        _SWIGLU | {"hidden_size": 256, "intermediate_size": 512},
+        _FLASHMHF | {"hidden_size": 256, "ffn_num_heads": 2, "intermediate_size": 528},
+    ),
+    "cuda": (
+        _SWIGLU | {"hidden_size": 512, "intermediate_size": 1536},
+        _FLASHMHF | {"hidden_size": 512, "ffn_num_heads": 4, "intermediate_size": 1632},
+    ),
+}
+BUDGETS = {"cpu": {"length": 128, "batch": 8, "steps": 320}, "cuda": {"length": 512, "batch": 32, "steps": 400}}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model's parameters, the loss of every step, the held-out loss (nats a byte) and the seconds of a step."""
+
+    parameters: int
+    losses: list[float]
+    held_out: float
+    step_s: float
+
+
+def training_text(path: str | None) -> bytes:
+    """Return the bytes of a text file, or of the Python standard library's own source.
+
+    Raises OSError where it cannot be read, DataError for one that is binary or too short.
+    """
+    data = _standard_library() if path is None else Path(path).read_bytes()
+    if b"\0" in data:
+        raise DataError(f"{path} has NUL bytes and looks like a binary file; supported: text")
+    if len(data) < MINIMUM_BYTES:
+        name = path or "the standard library"
+        raise DataError(f"{name} has {len(data):,} bytes; training and holding out need {MINIMUM_BYTES:,}")
+    return data[:MAXIMUM_BYTES]
+
+
+def _standard_library() -> bytes:
+    """Return its modules in a fixed shuffled order, so that the held-out end is like the rest."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests"}
+    files = [path for path in sorted(root.rglob("*.py")) if left_out.isdisjoint(path.relative_to(root).parts)]
+    if not files:
+        raise DataError(f"{root} has no Python sources here; name a text with --text FILE")
+    random.Random(0).shuffle(files)
+    return b"\n".join(path.read_bytes() for path in files)
+
+
+def train(
+    text: bytes, device: torch.device, steps: int | None = None, bar: bool = False, clock: Clock | None = None
+) -> dict[str, Trained]:
+    """Train a model with each network on the same batches, for ``steps`` or for as many as ``clock`` has time for.
+
+    Returns nothing where it has no time for FEWEST_STEPS. Raises ModuleNotFoundError without the extra flashmhf[lm].
+    """
+    clock, budget = clock or Clock(), BUDGETS[device.type]
+    chosen = dict(zip(("SwiGLU", "FlashMHF"), SIZES[device.type], strict=True))
+    wanted = steps or budget["steps"]
+    if steps is None and clock.limit < math.inf:
+        from . import training  # noqa: F401 - its time is none of a run's
+
+        start, short = time.monotonic(), budget | {"steps": TRIAL_STEPS}
+        both = sum(_train(text, name, sizes, device, short, False).step_s for name, sizes in chosen.items())
+        once = max(0.0, time.monotonic() - start - TRIAL_STEPS * both)  # of a run, without its steps
+        possible = int((clock.left() - once) / (1.15 * both))  # a part for the held-out loss and the clock's noise
+        if possible < FEWEST_STEPS:
+            clock.left_out.append(f"the language models: there is time for {max(0, possible)} steps of each")
+            return {}
+        if possible < wanted:
+            clock.left_out.append(f"{wanted - possible} of {wanted} steps of the language models")
+        wanted = min(wanted, possible)
+    return {name: _train(text, name, sizes, device, budget | {"steps": wanted}, bar) for name, sizes in chosen.items()}
+
+
+def _train(text: bytes, name: str, sizes: dict, device: torch.device, budget: dict[str, int], bar: bool) -> Trained:
+    from transformers.utils import logging
+
+    from . import metrics, tokenizer, training
+
+    logging.disable_progress_bar()
+    steps, length = budget["steps"], budget["length"]
+    # The paper's initializer_range of 0.02 belongs to models six to sixteen times as wide.
+    model = sizes | {"max_position_embeddings": length, "initializer_range": sizes["hidden_size"] ** -0.5}
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "text.txt"
+        wanted = int(math.prod(budget.values()) / (1 - HELD_OUT)) + length  # more would only be tokenised
+        file.write_text(text[:wanted].decode(errors="replace"), "utf-8")
+        settings = {"preset": "tiny", "ffn": name.lower(), "model": model, "data": file, "micro_batch": budget["batch"]}
+        settings |= {"optimizer": "muon", "weight_decay": 0.3, "learning_rate": 8e-3, "min_learning_rate": 8e-4}
+        settings |= {"warmup": min(60, max(1, steps // 4)), "eval_fraction": HELD_OUT, "eval_every": steps}
+        settings |= {"vocab_size": tokenizer.SMALLEST, "log_every": 1}  # no merges: a token a byte
+        settings |= {"device": "cpu" if device.type == "cpu" else "auto"}
+        settings |= {"arguments": {"report_to": [], "save_strategy": "no"}}
+        with contextlib.redirect_stdout(sys.stderr):  # what a run says of itself is no part of the table
+            result = training.start(training.Options(str(Path(scratch) / "run"), **settings, **budget), bar=bar)
+        rows = [row for row in metrics.read_rows(result.output) if "loss" in row]
+    speeds = [row["tokens_per_second"] for row in rows[1:] if "tokens_per_second" in row]
+    step_s = length * budget["batch"] / statistics.median(speeds) if speeds else math.nan
+    return Trained(result.parameters, [row["loss"] for row in rows], result.eval_loss, step_s)
+
+
+# Table and picture
 
 
 def _number(value: float | None) -> str:
@@ -235,9 +405,12 @@ def check_table(accuracies: Iterable[Accuracy]) -> str:
     return _aligned(rows)
 
 
-def table(setting: Setting, accuracies: Sequence[Accuracy] = (), measurements: Sequence[Measurement] = ()) -> str:
-    """Return one column a network; blocks for errors, and for time and memory."""
-    names = [name for name in NAMES if name in modules(setting)]
+def table(
+    setting: Setting, accuracies: Sequence[Accuracy] = (), measurements: Sequence[Measurement] = (),
+    trained: dict[str, Trained] | None = None, text: str = "",
+) -> str:  # fmt: skip
+    """Return one column a network; blocks for errors, time and memory, and the language models on ``text``."""
+    trained, names = trained or {}, [name for name in COLORS if name in modules(setting)]
     rows: list[tuple[str, ...]] = [("", *names)]
 
     def add(title: str, values: dict[str, object], attribute: str) -> None:
@@ -260,4 +433,67 @@ def table(setting: Setting, accuracies: Sequence[Accuracy] = (), measurements: S
             each = f"{title} (one layer)" if attribute.endswith("mib") and ours > 1 else title
             for tokens, values in by_tokens.items():
                 add(f"  {each}, {tokens:,} tokens", values, attribute)
+    if trained:
+        rows.append(())
+        add(f"language model on {text}: parameters", trained, "parameters")
+        add("  seconds of a step", trained, "step_s")
+        add(f"  held-out loss after {len(trained['FlashMHF'].losses)} steps, nats/byte", trained, "held_out")
     return headline(setting) + "\n\n" + _aligned(rows)
+
+
+def picture(
+    path: Path, setting: Setting, accuracies: Sequence[Accuracy], measurements: Sequence[Measurement],
+    trained: dict[str, Trained],
+) -> bool:  # fmt: skip
+    """Draw errors beside their limits (CPU) or time and memory of inference (GPU), memory of a training step, and the
+    training curves; return whether the PNG was written."""
+    attributes = ["forward_ms", "forward_mib", "step_mib"] if setting.device.type == "cuda" else ["step_mib"]
+
+    def errors(axis) -> None:
+        kinds = dict.fromkeys(a.kind for a in accuracies)
+        for place, a in enumerate(accuracies):
+            axis.plot([place - 0.4, place + 0.4], [a.limit] * 2, color="black", label=None if place else "limit")
+            for value, style, name in ((a.plain, "x", "PyTorch's own operators"), (a.error, "o", "FlashMHF")):
+                color = COLORS["FlashMHF" if style == "o" else "naive MH-FFN"]
+                axis.plot(place, value, style, color=color, label=None if place else name)
+        axis.set_xticks(range(len(accuracies)), [a.tensor for a in accuracies], fontsize=8)
+        for number, kind in enumerate(kinds):
+            places = [place for place, a in enumerate(accuracies) if a.kind == kind]
+            axis.text(statistics.fmean(places), 0.02, kind, transform=axis.get_xaxis_transform(), ha="center")
+            if number:
+                axis.axvline(places[0] - 0.5, color="lightgray")
+        axis.set(title="relative error against float64 (below the line: right)", yscale="log")
+        axis.margins(y=0.15)
+
+    def lines(axis, attribute: str) -> None:
+        tokens = sorted({m.tokens for m in measurements})
+        for name, color in COLORS.items():
+            if found := [m for m in measurements if m.module == name]:
+                values = [getattr(m, attribute) for m in found]
+                axis.plot([m.tokens for m in found], values, "o-", color=color, label=name)
+        each = "one layer" if attribute.endswith("mib") or setting.layers == (1, 1) else "all layers"
+        axis.set(title=f"{FIGURES[attribute]} ({each})", xlabel="tokens", xscale="log", yscale="log")
+        axis.set_xticks(tokens, [f"{count:,}" for count in tokens], rotation=30)
+        axis.set_xticks([], minor=True)
+        axis.yaxis.set_major_formatter("{x:,.0f}")
+        axis.yaxis.set_minor_formatter("{x:,.0f}")
+
+    def losses(axis) -> None:
+        for name, model in trained.items():
+            smoothed = [statistics.fmean(model.losses[max(0, at - 9) : at + 1]) for at in range(len(model.losses))]
+            label = f"{name}, {model.parameters / 1e6:.2f}M: held out {model.held_out:.3f}"
+            axis.plot(smoothed, color=COLORS[name], label=label)
+            axis.plot(len(smoothed) - 1, model.held_out, "o", color=COLORS[name])
+        axis.set(title="language model: loss, nats/byte (too short to rank them)", xlabel="step")
+
+    def paint(figure) -> None:
+        panels = [] if attributes[1:] or not accuracies else [errors]
+        panels += [lambda axis, name=name: lines(axis, name) for name in attributes if measurements]
+        panels += [losses] if trained else []
+        for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            panel(axis)
+            axis.grid(True, which="both", alpha=0.3)
+            axis.legend(fontsize=9)
+        figure.suptitle(headline(setting))
+
+    return draw(path, (5.5 * (len(attributes) + 1 + (not attributes[1:])), 4.8), paint, dpi=110)

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import math
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -17,6 +19,9 @@ from lm_runs import ROOT, environment, interrupt
 
 from flashmhf import backends
 from flashmhf_recipes import cli, first_run, plots
+from flashmhf_recipes.options import Options, empty_model
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
 
 @pytest.fixture
@@ -24,28 +29,118 @@ def small(monkeypatch):
     """Sizes at which the whole command takes a second."""
     setting = first_run.Setting(torch.device("cpu"), torch.float32, 64, 2, 2, 32, 1, (16, 32), 1, (1, 1))
     monkeypatch.setattr(first_run, "default_setting", lambda device: setting)
+    monkeypatch.setitem(first_run.SIZES, "cpu", (SMALL, SMALL | {"ffn_num_heads": 2, "ffn_num_subnets": 2}))
+    monkeypatch.setitem(first_run.BUDGETS, "cpu", {"length": 16, "batch": 2, "steps": 4})
+    monkeypatch.setattr(first_run, "FEWEST_STEPS", 2)
+    monkeypatch.setattr(cli, "STARTED", time.monotonic())
 
 
-def test_the_whole_command(small, capsys):
-    assert cli.main(["--device", "cpu"]) == 0
+def test_the_whole_command(small, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["--device", "cpu", "--text", str(text)]) == 0
     out = capsys.readouterr().out
-    expected = ["naive MH-FFN", "eager float32", "32 tokens"]
-    assert [text for text in expected if text not in out] == []
+    expected = ["naive MH-FFN", "eager float32", "held-out loss after 4 steps", "32 tokens", "on an H100 (20 FlashMHF"]
+    assert [text for text in (*expected, "nothing of the speed on a GPU") if text not in out] == []
+    assert (tmp_path / "flashmhf_report.png").read_bytes().startswith(b"\x89PNG") and "left out" not in out
 
 
-def test_a_failed_check_is_an_error(small, monkeypatch, capsys):
+def test_what_there_is_no_time_for_is_left_out_and_named(small, monkeypatch):
+    """Whatever the machine: the command ends in time."""
+    cpu, past = torch.device("cpu"), first_run.Clock(165.0, time.monotonic() - 1000)
+    assert not [*first_run.check(cpu, clock=past), *first_run.compare(first_run.default_setting(cpu), past)]
+    kinds = [f"the check of eager in {dtype}" for dtype in ("float32", "bfloat16", "float16")]
+    assert past.left_out == [*kinds, "lengths from 16 on"]
+
+    made = lambda text, name, sizes, device, budget, bar: first_run.Trained(1, [0.0] * budget["steps"], 0.0, 1.0)  # noqa: E731
+    monkeypatch.setattr(first_run, "_train", made)
+    monkeypatch.setitem(first_run.BUDGETS, "cpu", {"length": 16, "batch": 2, "steps": 20})
+    for seconds, steps, note in ((1000, 20, []), (30, 13, ["7 of 20 steps of the language models"])):
+        clock = first_run.Clock(seconds)
+        models = first_run.train(b"", cpu, clock=clock)
+        assert [len(model.losses) for model in models.values()] == [steps] * 2 and clock.left_out == note
+    assert not first_run.train(b"", cpu, clock=(clock := first_run.Clock(1)))
+    assert clock.left_out == ["the language models: there is time for 0 steps of each"]
+
+
+def test_recorded_times_are_those_of_the_record():
+    rows = json.loads((ROOT / first_run.RECORD).read_text("utf-8"))["rows"]
+    for group, way in (("latency", "inference"), ("training", "a training step")):
+        for subject, stated in zip(("flashmhf_hopper", "swiglu_compiled"), first_run.RECORDED[way], strict=True):
+            row = next(row for row in rows if (row["group"], row["subject"], row["tokens"]) == (group, subject, 32256))
+            assert row["layers"] == (20 if subject == "flashmhf_hopper" else 24)
+            assert round(row["layers"] * row["ms"]["p50"]) == stated
+
+
+def test_without_the_extra_the_rest_still_runs_and_a_failed_check_is_an_error(
+    small, text, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers.utils", None)
     wrong = first_run.Accuracy("eager", torch.float32, "dq", math.nan, 4e-7, 5e-7)
-    monkeypatch.setattr(first_run, "check", lambda device, backend=None: iter([wrong]))
-    assert cli.main(["--device", "cpu"]) == 1
+    monkeypatch.setattr(first_run, "check", lambda device, backend=None, clock=None: iter([wrong]))
+    assert cli.main(["--device", "cpu", "--text", str(text)]) == 1
     captured = capsys.readouterr()
-    assert "FAILED" in captured.out and "flashmhf: error: 1 of 1 checks" in captured.err
+    assert "the language model needs transformers: pip install 'flashmhf[lm]'" in captured.out
+    assert (
+        "FAILED" in captured.out
+        and "flashmhf: error: 1 of 1 checks" in captured.err
+        and (tmp_path / "flashmhf_report.png").exists()
+    )
 
 
-def test_what_a_command_writes_must_be_writable(monkeypatch, capsys):
+def test_language_models_learn(small, text, monkeypatch):
+    monkeypatch.setitem(first_run.BUDGETS, "cpu", {"length": 32, "batch": 4, "steps": 40})
+    for model in first_run.train(text.read_bytes(), torch.device("cpu"), 40).values():
+        assert len(model.losses) == 40 and model.losses[0] > math.log(257) - 0.2
+        assert max(model.losses[-1], model.held_out) < 4 and model.step_s > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_language_models_have_equal_parameters(device):
+    counts = []
+    for ffn, sizes in zip(("swiglu", "flashmhf"), first_run.SIZES[device], strict=True):
+        model = empty_model(Options("x", preset="tiny", ffn=ffn, data=["x"], vocab_size=258, model=sizes).resolve())
+        counts.append(sum(p.numel() for p in model.parameters()))
+    assert max(counts) / min(counts) < 1.03
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        ("folder", "Is a directory"),
+        (b"", "has 0 bytes"),
+        (b"\x7fELF\0\0" * 20000, "binary"),
+        (b"too short", "has 9 bytes; training and holding out need 50,000"),
+    ],
+)
+def test_unusable_text(content, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "file"
+    if content == "folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    assert cli.main(["--text", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert str(path) in captured.err and message in captured.err
+    assert not captured.out and len(captured.err.splitlines()) == 1
+
+
+def test_what_a_command_writes_must_be_writable(text, tmp_path, monkeypatch, capsys):
     """It is known before the work is done."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    assert cli.main(["--device", "cpu", "--text", str(text)]) == 2
+    assert "flashmhf_report.png cannot be written" in capsys.readouterr().err
     assert cli.main(["eval", "--model", "./nothing", "--data", "x", "--json", "x"]) == 2
     assert "--json is 'x'; it must name a file that can be written" in capsys.readouterr().err
+
+
+def test_default_text_is_the_standard_library():
+    text = first_run.training_text(None)
+    assert len(text) > 1_000_000 and b"import" in text
+    assert text == first_run.training_text(None)
 
 
 def test_check_lists_every_tensor(capsys):
@@ -70,6 +165,7 @@ MISTAKES = [
         ["bench", "--lengths", "0"],
         "argument --lengths: '0' is not an integer from 1 on; flashmhf bench --help lists the options",
     ),
+    (["--steps", "many"], "argument --steps: 'many' is not an integer from 1 on"),
     (["--device", "tpu"], "device is 'tpu'; supported: auto, cpu, cuda, cuda:N"),
     (["nonsense"], "nonsense is not an option or a command; commands: info, check"),
     (["--device", "cpu", "bench"], "bench is not an option or a command; options come after the command"),
