@@ -1,16 +1,22 @@
 """Runs that are stopped, damaged, moved or lengthened go on without loss, and nothing is removed that a run did not
 write."""
 
+import errno
+import json
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from lm_runs import HELD_OUT, At, interrupt, options, same_run, start
 
-from flashmhf_recipes import data, metrics, training
-from flashmhf_recipes.errors import DataError
+from flashmhf_recipes import checkpoints, cli, data, metrics, pretrained, training
+from flashmhf_recipes.errors import DataError, TrainingError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
 
@@ -109,3 +115,374 @@ def test_a_signal_finishes_the_step_and_saves(number, event, step, saved, save_s
             training.resume(output, bar=False, callbacks=[signals(number, event, step)])
     training.resume(output, bar=False)
     same_run(output, expected)
+
+
+def test_an_ignored_signal_stays_ignored(text, tmp_path):
+    """As SIGINT in a background job of a shell."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        result = start(tmp_path / "run", text, callbacks=[signals(signal.SIGINT, "on_step_begin", 1)], steps=3)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.steps == 3
+
+
+def half(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "old_mark"),
+    [
+        *((name, half, False) for name in ("model.safetensors", "optimizer.pt", "rng_state.pth")),
+        # as version 0.1 wrote it: empty
+        *((name, half, True) for name in ("model.safetensors", "scheduler.pt", "trainer_state.json")),
+        ("model.safetensors", lambda content: b"", False),
+        ("model.safetensors", lambda content: bytes(len(content)), False),
+        ("complete", lambda content: b"x", False),
+        ("complete", lambda content: b"[]", False),
+        ("trainer_state.json", lambda content: b"\xff" * len(content), False),
+        ("rng_state.pth", lambda content: content.replace(b"numpy", b"NUMPY"), False),
+    ],
+)
+def test_a_damaged_checkpoint_is_set_aside(name, damage, old_mark, run, expected, caplog):
+    checkpoint = run / "checkpoint-20"
+    (checkpoint / name).write_bytes(damage((checkpoint / name).read_bytes()))
+    if old_mark:
+        (checkpoint / "complete").write_text("")
+    training.resume(run, bar=False)
+    same_run(run, expected)
+    assert re.search(rf"checkpoint-20 is damaged: {name}.*it is now damaged-checkpoint-20", caplog.text)
+    assert (run / "damaged-checkpoint-20" / name).exists()
+
+
+def test_a_failure_of_the_reader_is_not_damage(run, expected, monkeypatch):
+    """The error of a library, of memory or of the file system says nothing of the file, nor does one of the user's."""
+    (run / "checkpoint-20" / "notes.json").write_text("mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            training.resume(run, bar=False)
+        for error in (OSError(errno.EIO, "Input/output error"), MemoryError()):
+            patch.setattr(checkpoints.json, "loads", lambda *_, error=error: raise_(error))
+            with pytest.raises(type(error)):
+                checkpoints.damage(run / "checkpoint-20")
+    assert not list(run.glob("damaged*"))
+    training.resume(run, bar=False)
+    same_run(run, expected)
+
+
+def raise_(error: BaseException):
+    raise error
+
+
+def test_a_finished_run_without_its_metrics_ends_as_before(uninterrupted, run):
+    (run / metrics.FILE).unlink()
+    result = training.resume(run, bar=False)
+    assert (result.loss, result.eval_loss) == (uninterrupted[0].loss, uninterrupted[0].eval_loss)
+
+
+def test_files_have_the_permissions_of_the_umask(text, tmp_path):
+    before = os.umask(0o027)
+    try:
+        output = start(tmp_path / "run", text, steps=1).output
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in output.rglob("*") if path.is_file()} == {0o640}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("manifest.json", None, "data has no manifest.json: checkpoint-20 cannot go on with its batches"),
+        ("manifest.json", b"x", "manifest.json is damaged: JSONDecodeError"),
+        ("manifest.json", b"{}", "manifest.json is damaged: KeyError"),
+        ("tokens.bin", None, r"tokens.bin is damaged: it has 0 bytes, and by manifest.json [\d,]+ tokens of uint16"),
+        ("tokens.bin", b"short", "tokens.bin is damaged: it has 5 bytes"),
+    ],
+)
+def test_damaged_tokens_are_refused(name, content, message, run):
+    """Tokens made anew could be others: more are wanted for more steps."""
+    path = run / "data" / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        training.resume(run, steps=40, bar=False)
+
+
+def test_without_a_checkpoint_that_loads_nothing_is_trained(run):
+    (run / "checkpoint-10" / "optimizer.pt").unlink()
+    (run / "checkpoint-20" / "model.safetensors").write_bytes(b"short")
+    for _ in range(2):  # not from the first step at the second attempt either
+        with pytest.raises(
+            TrainingError, match="no checkpoint that loads; damaged are: damaged-checkpoint-10, damaged-checkpoint-20"
+        ):
+            training.resume(run, bar=False)
+    assert not list(run.glob("checkpoint-*"))
+
+
+def test_a_finished_run_without_checkpoints_is_not_trained_again(expected, tmp_path):
+    output = shutil.copytree(expected, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*"))
+    with pytest.raises(TrainingError, match="has a finished model but no checkpoint; train it further with init_from="):
+        training.resume(output, steps=40, bar=False)
+    assert (output / "metrics.jsonl").read_text() == (expected / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"output": "x", "later": 1}'])
+def test_options_that_cannot_be_read(content, tmp_path):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ValueError, match="run.json holds no options that this version knows"):
+        training.resume(tmp_path, bar=False)
+
+
+def test_a_run_of_an_earlier_version_keeps_its_groups_and_initialisation(text, tmp_path):
+    """run.json of 0.1.0 knows no param_groups; its model was "normal", its optimizer had transformers' two groups."""
+    earlier = dict(param_groups=False, model={"ffn_init": "normal"})
+    uninterrupted = start(tmp_path / "expected", text, **earlier).output
+    # before the first checkpoint: the model is made anew
+    stopped = interrupted(options(tmp_path / "run", text, **earlier), 7)
+    stored = json.loads((stopped / "run.json").read_text())
+    del stored["param_groups"]
+    stored["model"] = {}
+    (stopped / "run.json").write_text(json.dumps(stored))
+    training.resume(stopped, bar=False)
+    same_run(stopped, uninterrupted)
+
+
+def test_only_what_a_run_wrote_is_touched(run, expected):
+    """Directories of the user keep their names; a checkpoint that was cut off is renamed, twice to another."""
+    for name in ("checkpoint-mine", "checkpoint-best", "checkpoint-15", "incomplete-checkpoint-15"):
+        (run / name).mkdir()
+        (run / name / "notes.txt").write_text(name)
+    training.resume(run, bar=False)
+    same_run(run, expected)
+    for name in ("checkpoint-mine", "checkpoint-best", "incomplete-checkpoint-15"):
+        assert (run / name / "notes.txt").read_text() == name
+    assert (run / "incomplete-checkpoint-15-2" / "notes.txt").read_text() == "checkpoint-15"
+
+
+def test_old_checkpoints_go_when_a_newer_one_is_complete(text, tmp_path):
+    output = start(tmp_path / "run", text, save_every=3, keep=3, arguments={"report_to": []}).output
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == [f"checkpoint-{i}" for i in (15, 18, 20)]
+
+
+BAD_STARTS = [
+    (["--set", "nosuch=1"], "arguments cannot set nosuch; supported: "),
+    (["--set", "optim=nosuch"], "arguments: nosuch is not a valid OptimizerNames"),
+    (["--model-set", "hidden_size=65"], "model: The hidden size (65) is not a multiple"),
+    (["--length", "100000"], "less than one block"),
+    (["--data", "empty.txt"], "no text is left to train on"),
+    (["--tokenizer", "nosuch.json"], "no tokenizer could be loaded"),
+    (["--data", "broken.txt.gz"], "broken.txt.gz"),
+]
+
+
+def test_a_failed_start_leaves_the_directory_free(text, tmp_path, monkeypatch, capsys):
+    """Every error is one line with status 2, and the corrected command works in the same directory."""
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").touch()
+    whole = subprocess.run(["gzip", "-c", text], capture_output=True, check=True).stdout
+    Path("broken.txt.gz").write_bytes(whole[:200] + bytes(200) + whole[400:])
+    command = ["train", "--output", "run", "--preset", "tiny", "--data", str(text), "--steps", "2", "--device", "cpu"]
+    command += ["--vocab-size", "300", "--length", "32", "--batch", "4"]
+    for arguments, message in BAD_STARTS:
+        assert cli.main([*command, *arguments]) == 2, arguments
+        error = capsys.readouterr().err
+        assert message in error and "Traceback" not in error, error
+        assert error.splitlines()[-1].startswith("flashmhf: error: ") and not Path("run", "run.json").exists(), error
+    assert cli.main(command) == 0
+
+
+def test_only_the_first_process_makes_the_data(text, tmp_path, monkeypatch):
+    """The others go on when the first has failed, and their files would stand in the way of the corrected command."""
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(TrainingError, match="run has no data: the first process failed"):
+        start(tmp_path / "run", text)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failed_start_keeps_complete_tokens(text, expected, tmp_path):
+    """An error in the first step, as of memory, does not cost the tokens."""
+
+    def fail(**_):
+        raise RuntimeError("out of memory")
+
+    output = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        start(output, text, callbacks=[At("on_step_begin", 0, fail)], **HELD_OUT)
+    assert sorted(path.name for path in output.iterdir() if path.name != "runs") == ["data", "tokenizer"]
+    with pytest.raises(FileExistsError, match=f"holds tokenizer, data, .* or train on its tokens with tokens={output}"):
+        start(output, text)
+    with pytest.raises(DataError, match="less than one block"):
+        start(output, text, data=[], tokens=str(output), length=10**6)
+    start(output, text, data=[], tokens=str(output), **HELD_OUT)
+    same_run(output, expected)
+
+
+def test_two_processes_do_not_train_one_run(text, tmp_path):
+    """As a job that the scheduler starts again while the first one runs: the second is refused and names the first."""
+
+    def run_again(**_):
+        for again in (lambda: training.resume(output, bar=False), lambda: start(output, text)):
+            with pytest.raises(FileExistsError, match=f"(in use by process {os.getpid()} on .|holds a run already)"):
+                again()
+
+    output = tmp_path / "run"
+    assert start(output, text, callbacks=[At("on_step_end", 1, run_again)], steps=1).steps == 1
+    assert training.resume(output, bar=False).steps == 1
+
+
+@pytest.mark.parametrize("name", ["data", "metrics.jsonl", "config.json", "model.safetensors", "checkpoint-5"])
+def test_a_start_overwrites_nothing(name, text, tmp_path):
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / name).write_text("mine") if "." in name else (output / name).mkdir()
+    with pytest.raises(FileExistsError, match=f"holds {name}, which a run would overwrite"):
+        start(output, text)
+    assert [path.name for path in output.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("steps", [30])
+def test_a_longer_run_states_its_schedule(steps, run, text, tmp_path, caplog):
+    """Learning rates from the resumption on, that of its first step included, are those of a run of that length."""
+    assert training.resume(run, steps=steps, bar=False).steps == steps
+    stated = (
+        f"the run ends after {steps} steps instead of 20, and its schedule with it: the learning rate of step 21 is"
+    )
+    assert stated in caplog.text
+    settings = json.loads((run / "run.json").read_text())
+    assert settings["steps"] == steps
+    assert [(c["after_step"], c["steps"]) for c in settings["changes"]] == [(20, [20, steps])]
+    whole = start(tmp_path / "whole", text, steps=steps, log_every=1, **HELD_OUT).output
+    rates, expected = (
+        {row["step"]: row["learning_rate"] for row in metrics.read_rows(o) if "loss" in row} for o in (run, whole)
+    )
+    later = [step for step in rates if step > 20]
+    assert later == ([21] if steps == 21 else [25, 30]) and all(rates[step] == expected[step] for step in later)
+    assert training.resume(run, bar=False).steps == steps
+    with pytest.raises(ValueError, match=f"steps is {steps}; the run has done {steps} steps"):
+        training.resume(run, steps=steps, bar=False)
+
+
+@pytest.fixture(scope="module")
+def other_text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("other") / "other.txt"
+    path.write_text("".join(f"{i % 10} the gate weighs what each head finds.\n" for i in range(2000)))
+    return path
+
+
+def further(output: Path, text: Path, start: Path, **settings):
+    given = dict.fromkeys(("preset", "ffn", "vocab_size", "length"))
+    given |= dict(init_from=str(start), learning_rate=1e-3, steps=4, log_every=1)
+    return options(output, text, **{**given, **settings})
+
+
+def test_further_training_of_a_run(expected, other_text, tmp_path, monkeypatch):
+    """The first loss is that of the model on the new data; a run that was killed before it read the data needs the
+    model no more."""
+    source, copy, output = tmp_path / "source", tmp_path / "copy.txt", tmp_path / "run"
+    shutil.copytree(expected, source)
+    shutil.copy(other_text, copy)
+    whole = training.start(further(tmp_path / "whole", other_text, expected), bar=False)
+    model, _ = pretrained.load(str(expected), device="cpu")
+    blocks = data.Blocks(data.load(whole.output / "data"), 128, 32, 0)
+    ids = [blocks[i]["input_ids"] for i in range(8)]
+    first = sum(model(row[None], labels=row[None]).loss.item() for row in ids) / 8
+    assert metrics.read_rows(whole.output)[0]["loss"] == pytest.approx(first, rel=1e-4)
+    assert (whole.output / "tokenizer" / "tokenizer.json").read_text() == (
+        expected / "tokenizer" / "tokenizer.json"
+    ).read_text()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(data, "local", interrupt)
+        training.start(further(output, copy, source), bar=False)
+    shutil.rmtree(source)
+    with pytest.raises(KeyboardInterrupt):
+        training.resume(output, bar=False, callbacks=[At("on_step_end", 2, interrupt)])
+    copy.unlink()
+    training.resume(output, bar=False)
+    same_run(output, whole.output)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"preset": "tiny"}, "preset cannot be given with init_from"),
+        ({"model": {"ffn_q_norm": True}}, "model cannot be given with init_from"),
+        ({"vocab_size": 300}, "vocab_size cannot be given with init_from"),
+        ({"steps": None}, "steps must be given with init_from"),
+        ({"learning_rate": None}, "learning_rate must be given with init_from"),
+        ({"tokenizer": "x"}, "tokenizer cannot be given with init_from: .* has a tokenizer"),
+        ({"length": 256}, "length is 256; the model of init_from has 128 positions"),
+    ],
+)
+def test_refused_further_training(settings, message, expected, other_text, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        training.start(further(tmp_path / "run", other_text, expected, **settings), bar=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_that_goes_on_is_its_last_checkpoint(expected, tmp_path):
+    """Evaluated when it has been stopped again, it was the model of the shorter run."""
+    output = Path(shutil.copytree(expected, tmp_path / "run"))
+    with pytest.raises(training.Stopped):
+        training.resume(output, steps=30, bar=False, callbacks=[signals(signal.SIGTERM, "on_step_begin", 24)])
+    assert pretrained.locate(str(output)) == str(output / "checkpoint-25")
+
+
+def test_further_training_on_tokens_of_another_tokenizer(expected, other_text, tmp_path):
+    other = start(tmp_path / "other", other_text, vocab_size=270, steps=1).output
+    with pytest.raises(ValueError, match="tokens has tokens of another tokenizer"):
+        training.start(further(tmp_path / "run", other_text, expected, data=[], tokens=str(other)), bar=False)
+
+
+def test_a_full_disk_loses_nothing(text, expected, tmp_path, monkeypatch):
+    """What was saved before stays, and the run goes on where there is space again."""
+    output = interrupted(options(tmp_path / "run", text, **HELD_OUT), 12)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch, pytest.raises((TrainingError, OSError), match="No space left|not be written"):
+        patch.setattr(torch, "save", lambda *_, **__: raise_(full))
+        training.resume(output, bar=False)
+    assert [path.name for path in output.glob("*checkpoint-*")] == ["checkpoint-10"]
+    training.resume(output, bar=False)
+    same_run(output, expected)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EWOULDBLOCK])
+def test_a_file_system_without_locks_is_warned_of_and_a_held_lock_names_its_holder(code, run, monkeypatch, caplog):
+    """Lustre may be mounted without them."""
+    monkeypatch.setattr(training.fcntl, "flock", lambda *_: raise_(OSError(code, os.strerror(code))))
+    if code == errno.EWOULDBLOCK:
+        with pytest.raises(FileExistsError, match=f"{run} is in use by process .* on ."):
+            training.resume(run, bar=False)
+    else:
+        training.resume(run, bar=False)
+        assert f"{run} cannot be locked ({os.strerror(code)}): see to it that one process trains" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("where", "times", "message"),
+    [
+        ("step", 1, "stopped by SIGTERM after step 3, which is saved; continue with: flashmhf train --resume --output"),
+        ("step", 2, "a second signal ends at once"),
+        ("tokens", 1, "stopped by SIGTERM before the first step; continue with: flashmhf train --resume --output"),
+    ],
+)
+def test_the_command_stops_on_signals(where, times, message, text, tmp_path, monkeypatch, capfd):
+    start, encode = training.start, data.encode
+
+    def send(**_):
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    if where == "step":
+        monkeypatch.setattr(training, "start", lambda run: start(run, callbacks=[At("on_step_begin", 2, send)]))
+    else:
+        monkeypatch.setattr(data, "encode", lambda *args: send() or encode(*args))
+    command = f"train --preset tiny --vocab-size 300 --length 32 --steps 5 --device cpu --data {text}".split()
+    try:
+        status = cli.main([*command, "--output", str(tmp_path / "run")])
+    except SystemExit as ended:
+        status = ended.code
+    error = capfd.readouterr().err
+    assert status == 143 and message in error and "Traceback" not in error
+    assert (tmp_path / "run" / "checkpoint-3" / "complete").exists() == ((where, times) == ("step", 1))
