@@ -146,20 +146,12 @@ def test_needs_and_dq_dtype():
 
 @runs_kernels
 @pytest.mark.parametrize("waves", [0, 1000])
-def test_split_and_unsplit_sums_and_those_that_are_added_to(waves, monkeypatch):
+def test_split_and_unsplit_sums(waves, monkeypatch):
     monkeypatch.setattr(launch, "WAVES", waves)
     monkeypatch.setattr(launch, "MIN_SHARE", 32)
     p = make(200, 1, 32, 3, 48, HALF)
     check(p)
-    start = [torch.randn(p.k.shape, device=DEVICE) for _ in range(3)]
-    buffers = [x.clone() for x in start]
-    dq, *results, dr = back_end.backward(p.grad_out, *p.operands, p.r, Settings(), buffers)
-    expected = back_end.backward(p.grad_out, *p.operands, p.r, Settings())
-    assert torch.equal(dq, expected[0]) and torch.equal(dr, expected[4])
-    assert all(result is buffer for result, buffer in zip(results, buffers, strict=True))
-    for before, after, exact in zip(start, buffers, p.backward()[1][1:4], strict=True):
-        assert relative_l2(after - before, exact) < 2.6e-3
-    assert back_end.backward(p.grad_out, *p.operands, p.r, Settings(needs=(False, True)), buffers)[0].shape == (0,)
+    assert back_end.backward(p.grad_out, *p.operands, p.r, Settings(needs=(False, True)))[0].shape == (0,)
 
 
 @pytest.mark.gpu
