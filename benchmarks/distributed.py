@@ -47,13 +47,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flashmhf
 from flashmhf.distributed import parallelize
-from flashmhf.models.presets import preset
+from flashmhf.models import FlashMHFConfig
 from flashmhf_recipes.layout import Layout
 
 from .harness import environment
 from .harness.markdown import conditions
 from .harness.measure import clear
-from .harness.training import ALONE, Training, sizes_of
+from .harness.training import ALONE, Training, trainable
 from .run import report, rounded
 
 PARTS = ("module", "compiled", "collectives", "train")
@@ -263,28 +263,27 @@ def collectives(job: Job) -> Iterator[dict]:
 # Training
 
 
-def preset_of(job: Job, ffn: str, scale: str) -> tuple[str, dict[str, int], list[int]]:
-    """The preset's name, the sizes that differ from it, and the numbers of heads that tensor parallelism divides."""
-    name, sizes = sizes_of(ffn, "tiny" if job.options.smoke else scale)
-    multi_head = ffn.startswith("flashmhf")
+def config_of(job: Job, subject: str, scale: str) -> tuple[FlashMHFConfig, list[int]]:
+    """The model's configuration, and the numbers of heads that tensor parallelism divides."""
+    multi_head, sizes = subject.startswith("flashmhf"), {}
     if job.options.smoke:
-        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4} | ({"ffn_num_heads": 4} if multi_head else {})
-    config = preset(name).config(**sizes)
+        sizes = {"num_attention_heads": 4, "num_key_value_heads": 4} | ({"ffn_num_heads": 4} if multi_head else {})
+    config = trainable(subject, "tiny" if job.options.smoke else scale, job.options.length, **sizes)
     heads = [config.num_attention_heads, config.num_key_value_heads, *([config.ffn_num_heads] if multi_head else [])]
-    return name, sizes, heads
+    return config, heads
 
 
 def train(job: Job) -> Iterator[dict]:
     speed: dict[str, float] = {}
     for ffn in job.options.subjects:
-        name, sizes, heads = preset_of(job, ffn, "1.3b")
-        settings = {"length": job.options.length, "compiled": job.gpu, **sizes}
+        config, heads = config_of(job, ffn, "1.3b")
+        settings = {"length": job.options.length, "compiled": job.gpu}
         for layout_name, layout in job.layouts(*heads).items():
             if layout_name not in (job.options.layouts or [layout_name]):
                 continue
             job.free()
             sequences = job.options.micro_batch * layout.data_processes
-            found = Training(name, job.device, layout, **settings).measure(sequences, job.options.steps)
+            found = Training(config, job.device, layout, **settings).measure(sequences, job.options.steps)
             row = {
                 "part": "train",
                 "layout": layout_name,

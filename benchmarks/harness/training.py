@@ -1,17 +1,19 @@
-"""Steps of language-model training: a preset's model with the recipe's layout and optimizer groups."""
+"""The language models that are measured, and steps of their training with the recipe's layout and optimizer groups."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flashmhf.models import FlashMHFForCausalLM
+from flashmhf.models import FlashMHFConfig, FlashMHFForCausalLM
 from flashmhf.models.presets import preset
 from flashmhf.nn import param_groups
 from flashmhf_recipes.flops import peak_flops, training_flops_per_token
@@ -23,21 +25,49 @@ WARM_UP = 3  # steps that hold the compilation
 ALONE = Layout(1, 1, 1)
 
 
-def sizes_of(subject: str, scale: str) -> tuple[str, dict[str, int]]:
-    """The preset of a subject, and the sizes in which it differs. "flashmhf 21 layers" has as many sub-networks as
-    bring its parameters nearest to the preset's.
+RUNS = Path(__file__).resolve().parents[2] / "experiments/results/runs.jsonl"
+VOCABULARY = 16_384  # of the models of RUNS
+TRAINED = {  # (subject, scale): a model of RUNS
+    ("flashmhf", "26m"): "long-flash128-8L-zero-lr5",
+    ("swiglu", "26m"): "long-swiglu-9L-zero-lr5",
+    ("flashmhf", "57m"): "long-57m-flash128-8L-lr2",
+    ("swiglu", "57m"): "long-57m-swiglu",
+    ("flashmhf", "58m"): "depth-flash128-10L",
+    ("flashmhf 11 layers", "58m"): "depth-flash128-11L",
+    ("swiglu", "58m"): "depth-swiglu-12L",
+}
+
+
+def configuration(subject: str, scale: str, **sizes: object) -> FlashMHFConfig:
+    """Return the configuration of a preset, or of a model that experiments/compare.py trained. "flashmhf 21 layers" of
+    a preset has as many sub-networks as bring its parameters nearest to the preset's.
     """
+    if (subject, scale) in TRAINED:
+        lines = map(json.loads, RUNS.read_text().splitlines())
+        run = next(line for line in lines if line["run"] == TRAINED[subject, scale])["configuration"]
+        return FlashMHFConfig(**{
+            "ffn_type": run["ffn"], "vocab_size": VOCABULARY, "hidden_size": run["d_model"],
+            "intermediate_size": run["width"], "num_hidden_layers": run["layers"],
+            "num_attention_heads": run["attention_heads"], "ffn_num_heads": run["heads"],
+            "ffn_num_subnets": run["subnets"], "tie_word_embeddings": True,
+        } | sizes)  # fmt: skip
     ffn, *words = subject.split()
-    name, layers = f"{ffn}-{scale}", next((int(word) for word in words if word.isdigit()), None)
-    if layers is None:
-        return name, {}
-    config = preset(name).config()
-    subnet = config.hidden_size * (3 * config.ffn_subnet_dim + 1)  # in all heads, with its column of the router
-    rest = 6 * config.hidden_size**2  # attention, W_in and W_out
-    parameters = config.num_hidden_layers * (rest + config.ffn_num_subnets * subnet)
-    subnets = round((parameters / layers - rest) / subnet)
-    width = subnets * config.ffn_subnet_dim
-    return name, {"num_hidden_layers": layers, "ffn_num_subnets": subnets, "intermediate_size": width}
+    model, layers = preset(f"{ffn}-{scale}"), next((int(word) for word in words if word.isdigit()), None)
+    if layers is not None:
+        config = model.config()
+        subnet = config.hidden_size * (3 * config.ffn_subnet_dim + 1)  # in all heads, with its column of the router
+        rest = 6 * config.hidden_size**2  # attention, W_in and W_out
+        parameters = config.num_hidden_layers * (rest + config.ffn_num_subnets * subnet)
+        subnets = round((parameters / layers - rest) / subnet)
+        width = subnets * config.ffn_subnet_dim
+        sizes = {"num_hidden_layers": layers, "ffn_num_subnets": subnets, "intermediate_size": width} | sizes
+    return model.config(**sizes)
+
+
+def trainable(subject: str, scale: str, length: int, **sizes: object) -> FlashMHFConfig:
+    """Return the configuration for trainings of ``length`` tokens; presets have an output layer of their own."""
+    own = {} if (subject, scale) in TRAINED else {"tie_word_embeddings": False}
+    return configuration(subject, scale, max_position_embeddings=max(length, 4096), use_cache=False, **own, **sizes)
 
 
 class Recomputed(nn.Module):
@@ -52,21 +82,17 @@ class Recomputed(nn.Module):
 
 
 class Training:
-    """The training of ``name``, a preset, on this process's device alone or over all processes.
+    """The training of a model on this process's device alone or over all processes.
 
     checkpointing: True for whole blocks, "networks" for their feed-forward networks alone.
-    sizes: of the configuration, instead of the preset's.
     """
 
     def __init__(
-        self, name: str, device: torch.device, layout: Layout = ALONE, *, length: int, compiled: bool = False,
-        checkpointing: bool | str = False, **sizes: object,
+        self, config: FlashMHFConfig, device: torch.device, layout: Layout = ALONE, *, length: int,
+        compiled: bool = False, checkpointing: bool | str = False,
     ):  # fmt: skip
         self.device, self.layout, self.length = device, layout, length
         self.processes = layout.data_processes * layout.tp
-        config = preset(name).config(
-            max_position_embeddings=max(length, 4096), tie_word_embeddings=False, use_cache=False, **sizes
-        )
         torch.manual_seed(0)
         with device:
             self.model = FlashMHFForCausalLM(config).float().train()

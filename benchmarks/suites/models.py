@@ -1,30 +1,27 @@
 """Whole language models of FlashMHF beside SwiGLU with random weights: prefill, generation by transformers, training.
 
-Beside the presets' scales, prefill and generation take "26m" and "57m": the pairs whose losses docs/quality.md
-compares. ``--layers 21`` adds FlashMHF with 21 layers and as many parameters.
+Beside the presets' scales there are "26m", "57m" and "58m": the models whose losses docs/quality.md compares, the last
+with FlashMHF of 10 and 11 layers beside 12 of SwiGLU. ``--layers 21`` adds FlashMHF with 21 layers and as many
+parameters to presets.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from flashmhf import quantize
-from flashmhf.models import FlashMHFConfig
-from flashmhf.models.presets import preset
 from flashmhf.testing import relative_l2
 
 from ..harness import timing
 from ..harness.measure import Cell, Context, Prepared, attempt, clear, require
-from ..harness.training import Training, sizes_of
+from ..harness.training import TRAINED, Training, configuration, trainable
 from .fp8 import Fp8SwiGLU
 
 FFNS = ("flashmhf", "swiglu")
@@ -34,26 +31,6 @@ RECOMPUTED = "swiglu, networks checkpointed"
 BATCHES = {"prefill": (1, 8), "generate": (1, 8, 32), "train": (8,)}
 SMALLER = {("train", "1.3b"): (4,)}  # what fits into 80 GB without checkpointing
 FP8_DISTANCE = 0.3  # at most, of FP8 logits from those of bf16, relative L2
-RUNS = Path(__file__).resolve().parents[2] / "experiments/results/runs.jsonl"
-TRAINED = {  # models of RUNS
-    "flashmhf-26m": "long-flash128-8L-zero-lr5", "swiglu-26m": "long-swiglu-9L-zero-lr5",
-    "flashmhf-57m": "long-57m-flash128-8L-lr2", "swiglu-57m": "long-57m-swiglu",
-}  # fmt: skip
-VOCABULARY = 16_384  # of the models of RUNS
-
-
-def configuration(subject: str, scale: str, **sizes: object) -> FlashMHFConfig:
-    """The configuration of a preset, or of a model that experiments/compare.py trained."""
-    name, others = sizes_of(subject, scale)
-    if name not in TRAINED:
-        return preset(name).config(**others, **sizes)
-    lines = map(json.loads, RUNS.read_text().splitlines())
-    run = next(line for line in lines if line["run"] == TRAINED[name])["configuration"]
-    return FlashMHFConfig(
-        ffn_type=run["ffn"], vocab_size=VOCABULARY, hidden_size=run["d_model"], intermediate_size=run["width"],
-        num_hidden_layers=run["layers"], num_attention_heads=run["attention_heads"], ffn_num_heads=run["heads"],
-        ffn_num_subnets=run["subnets"], tie_word_embeddings=True, **sizes,
-    )  # fmt: skip
 
 
 def build(subject: str, scale: str, context: Context, **sizes):
@@ -107,7 +84,7 @@ def prefill_cell(
 def generating(subject: str, scale: str, device: torch.device, dtype: torch.dtype):
     """The model of a subject, for all cells. Raises RedCheckError for FP8 logits far from those of 16 bits."""
     context = Context(device, dtype)
-    model = build(subject, scale, context, max_position_embeddings=8192)
+    model = build(subject.removesuffix(" fp8"), scale, context, max_position_embeddings=8192)
     if "fp8" in subject:
         ids = prompt(context, 1, 128)
         expected = model(ids).logits.double()
@@ -204,15 +181,15 @@ class TrainCell:
         return rows
 
     def _train(self, network: str, context: Context) -> dict:
-        name, sizes = sizes_of(network.partition(",")[0], self.scale)
+        config = trainable(network.partition(",")[0], self.scale, self.length)
         checkpointing = "networks" if network == RECOMPUTED else self.checkpointing
         settings = {"length": self.length, "compiled": self.compiled, "checkpointing": checkpointing}
-        return {"status": "ok"} | Training(name, context.device, **settings, **sizes).measure(self.batch, self.steps)
+        return {"status": "ok"} | Training(config, context.device, **settings).measure(self.batch, self.steps)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--scales", nargs="+", default=("128m", "370m", "1.3b"), metavar="NAME", help="of the presets; 26m, 57m"
+        "--scales", nargs="+", default=("128m", "370m", "1.3b"), metavar="NAME", help="of the presets; 26m, 57m, 58m"
     )
     parser.add_argument("--layers", type=int, nargs="+", default=(), metavar="N", help="also FlashMHF of other depths")
     parser.add_argument("--batches", type=int, nargs="+", metavar="N")
@@ -231,19 +208,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cells(options: argparse.Namespace, context: Context) -> list:
-    networks = ("flashmhf", *(f"flashmhf {layers} layers" for layers in options.layers), "swiglu")
-    generating_ones = (*networks, *(("flashmhf fp8", "swiglu fp8") if options.fp8 else ()))
     settings = [(blocks == "compiled", on == "on") for blocks in options.blocks for on in options.checkpointing]
     found = []
     for part in options.parts:
         for scale in options.scales:
+            ours = [name for name, its in TRAINED if its == scale and name != "swiglu"] or ["flashmhf"]
+            networks = (*ours, *(f"flashmhf {layers} layers" for layers in options.layers), "swiglu")
             for length in options.contexts or {"prefill": (4096,), "generate": (512,), "train": (4096,)}[part]:
                 for batch in options.batches or SMALLER.get((part, scale), BATCHES[part]):
                     size = scale, batch, length
                     if part == "prefill":
                         found.append(prefill_cell(*size, options.blocks, networks))
                     elif part == "generate":
-                        found.append(GenerateCell(*size, generating_ones, options.new, tuple(options.caches)))
+                        quantized = ("flashmhf fp8", "swiglu fp8") if options.fp8 else ()
+                        found.append(GenerateCell(*size, networks + quantized, options.new, tuple(options.caches)))
                     else:
                         found += [TrainCell(*size, options.steps, *setting, networks) for setting in settings]
     return found

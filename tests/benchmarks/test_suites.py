@@ -151,6 +151,19 @@ def test_whole_models(capsys, monkeypatch):
         assert (" dynamic | flashmhf |" in re.sub(" +", " ", out)) == (suite == "generate")
 
 
+def test_models_of_recorded_trainings_have_their_parameters():
+    from benchmarks.harness.training import RUNS, TRAINED, configuration
+    from flashmhf.models import FlashMHFForCausalLM
+
+    recorded = {line["run"]: line["non_embedding"] for line in map(json.loads, RUNS.read_text().splitlines())}
+    for (subject, scale), run_name in TRAINED.items():
+        with torch.device("meta"):
+            model = FlashMHFForCausalLM(configuration(subject, scale))
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        found = sum(p.numel() for p in model.parameters()) - model.lm_head.weight.numel()
+        assert found == recorded[run_name], (subject, scale)
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_blocks_of_every_cell_are_compiled(monkeypatch):
     """Beyond Dynamo's limit those of later cells ran eagerly under the name of compiled ones."""
