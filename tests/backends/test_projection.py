@@ -106,6 +106,22 @@ def test_a_chain_that_starts_early_reads_what_the_kernel_before_wrote(needs_hopp
         written.zero_()
 
 
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda x, w, bias: (x.float(), w, None), "x must be bfloat16 or float16"),
+    (lambda x, w, bias: (x, w.half(), None), "w must have the dtype of x"),
+    (lambda x, w, bias: (x, w.cpu(), None), "w must be on the same CUDA device"),
+    (lambda x, w, bias: (x.repeat(MOST_TOKENS // 8 + 1, 1), w, None), f"T at most {MOST_TOKENS}"),
+    (lambda x, w, bias: (x, w[:, :64], None), "w must be"),
+    (lambda x, w, bias: (x, w[:48], None), "multiples of 64"),
+    (lambda x, w, bias: (x, w, bias[:32]), "bias must be"),
+    (lambda x, w, bias: (x[:, ::2], w[:, :64].contiguous(), None), "last dimension must be contiguous"),
+    (lambda x, w, bias: (nn.functional.pad(x, (0, 4))[:, :128], w, None), "multiples of 16 bytes"),
+])  # fmt: skip
+def test_the_operator_checks_by_itself(needs_hopper, change, message):
+    with pytest.raises(RuntimeError, match=message):
+        project(*change(*operands(8, 128, 64, torch.bfloat16, bias=True)))
+
+
 # The module on a GPU
 
 

@@ -175,6 +175,20 @@ def test_a_copy_of_model_and_optimizer_moves_as_they_do(copied, rate):
 
 
 @pytest.mark.gpu
+def test_steps_on_a_gpu_are_those_of_the_cpu():
+    model = make_model()
+    start, there = copy.deepcopy(model), copy.deepcopy(model).cuda()
+    for each in (model, there):
+        optimizer = flashmhf.Muon(flashmhf.param_groups(each, 1e-2, 0.1, muon=True))
+        assert all(group["fused"] == (each is there) for group in optimizer.param_groups)
+        for seed in range(3):
+            gradients(each, seed)
+            optimizer.step()
+    for (name, a), b, before in zip(model.named_parameters(), there.parameters(), start.parameters(), strict=True):
+        assert (b.cpu() - a).norm() < 0.06 * (a - before).norm(), name  # bf16 on the GPU, float32 on the CPU
+
+
+@pytest.mark.gpu
 def test_a_captured_step_is_the_eager_one():
     captured, eager = make_model().cuda(), make_model().cuda()
     eager.load_state_dict(captured.state_dict())

@@ -134,6 +134,17 @@ def test_bad_input(call, spoil, exception, message):
             call(good())
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_gpu_serves_after_each_refusal(name, gpu_backend):
+    call = call_of(name)
+    for spoil, exception, message in CALLS[name].values():  # messages about dtypes are of q in float32
+        dtype, backend = (torch.float32, "eager") if exception is TypeError else (torch.bfloat16, gpu_backend)
+        with pytest.raises(exception, match=message):
+            call(spoil(good("cuda", dtype)), backend=backend)
+        call(good("cuda", torch.bfloat16), backend=gpu_backend)
+        torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize(("call", "spoil", "exception", "message"), CASES[:: len(CASES) // 12])
 def test_bad_input_under_compile(call, spoil, exception, message, fresh_dynamo):
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")

@@ -16,7 +16,7 @@ from targets import RESULTS, call
 
 import flashmhf
 from flashmhf.backends import driver
-from flashmhf.testing import assert_accurate, problem
+from flashmhf.testing import assert_accurate, capturing, problem
 
 ops = torch.ops.flashmhf
 THREADS, ROUNDS, BACKWARDS = 8, 20, ("backward", "gated_backward")
@@ -183,6 +183,24 @@ def test_two_streams(problems, alone, gpu_backend):
     check_rounds(problems, alone, results)
 
 
+def test_two_graphs(problems, alone, gpu_backend):
+    graphs, results = [torch.cuda.CUDAGraph() for _ in problems], [[], []]
+    for p, graph, mine in zip(problems, graphs, results, strict=True):
+        with capturing(graph):
+            mine.extend(calls(p, gpu_backend) for _ in range(3))
+    streams = [torch.cuda.Stream() for _ in problems]
+    for _ in range(ROUNDS):
+        for at_once in itertools.chain(*results):
+            for x in itertools.chain(*at_once.values()):
+                x.fill_(torch.nan)
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        check_rounds(problems, alone, results)
+
+
 # In processes of their own: what comes first there
 
 
@@ -315,6 +333,3 @@ def test_the_context_of_the_device_is_made_current(monkeypatch, current):
     assert fake.current == 1
     # a context of the device, the caller's own perhaps, stays
     assert ("cuDevicePrimaryCtxRetain" in fake.calls) == (current != 1)
-
-
-# The same in the op library, against a runtime and a driver that record
