@@ -40,9 +40,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def positive(name: str, size: object) -> int:
-    """Return the size as an int. Raises TypeError if it is not an integer (a bool is not one), ValueError if it is
-    below 1.
-    """
+    """Return the size as an int. Raises TypeError if it is not an integer or is a bool, ValueError if it is below 1."""
     try:
         if type(size).__name__ in ("bool", "bool_"):  # NumPy's too, which some of its versions take for an index
             raise TypeError
@@ -55,9 +53,7 @@ def positive(name: str, size: object) -> int:
 
 
 def divisor(name: str, size: object, of: str, total: int) -> int:
-    """Return the size as an int, or ``total`` if it is None. Raises as :func:`positive` does, and ValueError if it does
-    not divide ``total``.
-    """
+    """Return the size, or ``total`` if it is None. Raises as :func:`positive`, and ValueError unless it divides it."""
     value = total if size is None else positive(name, size)
     if total % value:
         raise ValueError(f"{name} is {value}; it must divide {of} = {total}")
@@ -70,9 +66,7 @@ def not_negative(name: str, value: float) -> None:
 
 
 def epsilon(name: str, value: object) -> float:
-    """Return the value as a float. Raises TypeError if it is not a real number, ValueError if it is negative or not
-    finite.
-    """
+    """Return the value as a float. Raises TypeError unless it is a real number, ValueError unless finite and >= 0."""
     if isinstance(value, bool):
         raise TypeError(f"{name} must be a float, got bool")
     not_negative(name, instance(name, value, Real, "a float"))

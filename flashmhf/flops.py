@@ -67,9 +67,7 @@ def projection(x: Shape, w: Shape, *args: object, **kwargs: object) -> int:
 
 
 def layer(x: Shape, in_w: Shape, in_bias: object, k: Shape, *rest: Any, fp8: bool = False, **kwargs: object) -> int:
-    """Count :func:`gated_forward` (:func:`forward` without a router) and both projections. ``fp8``: for ``fp8_layer``,
-    with its scales.
-    """
+    """Count :func:`gated_forward` (:func:`forward` without a router) and both projections. ``fp8``: of ``fp8_layer``."""
     w, _, out_w = rest[3:6] if fp8 else rest[2:5]
     q = (*x[:-1], in_w[0])  # its heads side by side: only the product of the sizes counts
     mixed = forward(q, k) if w is None else gated_forward(q, k)
@@ -86,9 +84,7 @@ _FORMULAE: dict[str, Callable[..., int]] = {
 def _count(
     mode: Any, op: torch._ops.OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Any:
-    """Take a call that FlopCounterMode sees. A counter copies PyTorch's registry when it is made, so each gets the
-    formulae by itself.
-    """
+    """Take a call that FlopCounterMode sees. Each counter gets the formulae: it copies PyTorch's registry when made."""
     registry, packet = mode.counter.flop_registry, op._overloadpacket
     if packet not in registry:
         register()
@@ -97,9 +93,7 @@ def _count(
 
 
 def register() -> None:
-    """Register the formulae with PyTorch, for tools that read its registry. Imports its counter, and Triton with it
-    where installed.
-    """
+    """Register the formulae with PyTorch, for tools that read its registry. Imports Triton where it is installed."""
     counter = importlib.import_module(_COUNTER)
     for name, formula in _FORMULAE.items():
         packet = getattr(torch.ops.flashmhf, name)

@@ -73,8 +73,7 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None,
     """Compute S[t,h] = sum_e R[t,h,e] (SiLU(Q K_e^T) * (Q U_e^T)) V_e (paper, section 3.2).
 
     q [..., H, D]; k, u, v [H_kv, E, J, D]; r [..., H, E], or None, which stands for weights of 1. Returns [..., H, D]
-    in q's dtype.
-    activation: a name of ACTIVATIONS in place of SiLU.
+    in q's dtype. activation: a name of ACTIVATIONS in place of SiLU.
     """
     q = _by_group(q, k)
     p = ACTIVATIONS[activation][0](_scores(q, k)) * _scores(q, u)
@@ -86,9 +85,7 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None,
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, activation: str = "silu"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of :func:`forward`, written out (paper, appendix on the backward pass). They are dq, dk, du,
-    dv in q's dtype and dr in r's dtype (an empty tensor when r is None).
-    """
+    """Return :func:`forward`'s gradients (paper, appendix): dq, dk, du, dv in q's dtype, dr in r's (empty for None)."""
     q, grad_out = _by_group(q, k), _by_group(grad_out, k)
     m, n, g = _scores(q, k), _scores(q, u), _scores(grad_out, v)
     a, slope = ACTIVATIONS[activation][1](m)

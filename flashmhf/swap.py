@@ -65,9 +65,7 @@ def _experts(block: nn.Module) -> list[nn.Module]:
 def equal_parameter_sizes(
     d_model: int, parameters: int, num_heads: int, num_kv_heads: int | None = None, skip_linear: bool = False
 ) -> tuple[int, int]:
-    """Return (E, d_e) of the FlashMHF whose count comes closest: E near d_ff / (8/3 d_h), d_e a multiple of 16. Raises
-    ValueError if W_in and W_out alone take more than ``parameters``.
-    """
+    """Return (E, d_e) of the FlashMHF whose count comes closest. Raises ValueError if W_in and W_out take them all."""
     remaining = parameters - (0 if skip_linear else 2 * d_model**2)
     kv_model = d_model * (num_kv_heads or num_heads) // num_heads  # of a row of K, all heads together
     smallest = 3 * kv_model * WIDTH_MULTIPLE + d_model

@@ -140,9 +140,7 @@ class Problem:
         return torch.cat(heads, 1)
 
     def exact_backward(self, head: int) -> tuple[Tensor, ...]:
-        """Return float64 dq [..., d_h], dk, du, dv [E, d_e, d_h], dr [..., E] of one head, without groups (H_kv = H).
-        It computes one sub-network at a time, so that long inputs fit.
-        """
+        """Return float64 dq [..., d_h], dk, du, dv [E, d_e, d_h], dr [..., E] of one head of H_kv = H. Long inputs fit."""
         one = slice(head, head + 1)
         grad_out, q = self.grad_out[..., one, :].double(), self.q[..., one, :].double()
         parts = []
@@ -198,8 +196,7 @@ def problem(
     """Draw random inputs: scores q.k of standard deviation ``scale`` around ``mean_score``.
 
     leading: q's dimensions before the heads, or the number of tokens. gate: r's and w's dtype, "float32" or "same" as
-    q; None: no r.
-    num_kv_heads: H_kv; None for ``heads``.
+    q; None: no r. num_kv_heads: H_kv; None for ``heads``.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     leading = (leading,) if isinstance(leading, int) else leading
@@ -225,9 +222,7 @@ def problem(
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Capture as torch.cuda.graph(graph) does, without the garbage collector: an older graph that it frees would be
-    reset, and the capture would fail with "operation failed due to a previous error during capture".
-    """
+    """Capture as torch.cuda.graph does, without the garbage collector: a graph that it resets ends the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

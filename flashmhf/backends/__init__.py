@@ -35,9 +35,7 @@ def check_name(backend: object, *, names: tuple[str, ...] = NAMES) -> str:
 def select(
     backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, activation: str = "silu"
 ) -> Backend:
-    """Return the back end. Raises ValueError for an unknown name, NotImplementedError for an explicit one that cannot
-    run.
-    """
+    """Return the back end. Raises ValueError for an unknown name, NotImplementedError for one that cannot run."""
     return _select(BACKENDS | {REFERENCE: reference}, tuple(BACKENDS), backend, device, dtype, d_h, d_e, activation)
 
 

@@ -98,9 +98,7 @@ class Backend(AnyBackend, Protocol):
 
 
 class Fp8Backend(AnyBackend, Protocol):
-    """A back end for K, U and V in e4m3. Shapes, dtypes and strides are those of ``torch.ops.flashmhf.fp8_*``;
-    activations are SiLU.
-    """
+    """A back end for K, U and V in e4m3, with SiLU. Shapes and dtypes are those of ``torch.ops.flashmhf.fp8_*``."""
 
     def forward(self, q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate) -> Tensor:
         """Return S [..., H, d_h] in q's dtype, contiguous."""

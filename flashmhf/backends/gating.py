@@ -1,6 +1,4 @@
-"""The router around a back end that has no fused one: R from Q and W, and its gradients, over blocks of tokens. A block
-bounds the fp32 copy of Q that the products need; R itself [..., H, E] is small.
-"""
+"""The router for back ends without a fused one, over blocks of tokens, which bound the fp32 copy of Q."""
 
 from __future__ import annotations
 

@@ -146,9 +146,7 @@ def _path(prefix: str, name: str) -> str:
 
 
 def _attention_styles(prefix: str, module: nn.Module, size: int) -> dict[str, ParallelStyle]:
-    """Return the styles that divide Llama's attention by heads; its forward counts local heads in the projections'
-    results.
-    """
+    """Return the styles that divide Llama's attention by heads; its forward counts what the projections return."""
     projections, head_dim = ("q_proj", "k_proj", "v_proj"), getattr(module, "head_dim", None)
     styles = {_path(prefix, name): ColwiseParallel() for name in projections}
     styles[_path(prefix, "o_proj")] = RowwiseParallel()
@@ -261,8 +259,7 @@ def _tie(module: nn.Module, first: str, second: str) -> None:
 
 
 def shard_placement(size: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Return a ``shard_placement_fn`` for ``fully_shard`` over ``size`` ranks: the first dimension that ``size``
-    divides.
+    """Return a ``shard_placement_fn`` for ``fully_shard`` over ``size`` ranks: the first dimension that it divides.
 
     FSDP2 shards and pads the first, H of K, U, V and the router: 16 heads over 64 ranks take four times the memory.
     Raises TypeError if ``size`` is not an integer, ValueError if it is below 1.

@@ -45,9 +45,7 @@ def _ranks(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> int:
 
 
 def _check_even(name: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-    """Refuse unequal numbers of heads, and weights in unequal parts, which DTensor gathers as views; it passes on
-    NotImplementedError alone as it is.
-    """
+    """Refuse unequal parts of heads and of weights, which DTensor gathers as views; it wraps all but this error."""
     weight = name in _WEIGHTS
     head_dim = 0 if weight else len(shape) - 2
     for dim in range(len(shape)) if weight else (head_dim,):

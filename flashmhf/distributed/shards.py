@@ -69,8 +69,7 @@ def loadable(parameter: nn.Parameter, name: str, part: Callable[[Tensor], Tensor
 
 
 def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
-    """Leave the heads of one rank in ``network``, in place, sum its result over the ranks, for inference, and return
-    it.
+    """Leave one rank's heads in ``network``, in place, for inference; sum its result over the ranks. Return it.
 
     ``network`` is a FlashMHF, MHFFN, ParametricKV or Fp8FlashMHF; one on the meta device gets empty weights on the
     default device. ``prefix`` stands before names in messages. Parameters are divided as ``SHARDED`` of the class says,

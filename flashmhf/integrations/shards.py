@@ -11,8 +11,7 @@ from ..quantize.modules import METHOD
 
 
 def served_feed_forward(config, rank: Rank = Rank(), prefix: str = "") -> nn.Module:  # noqa: B008  frozen
-    """Return the multi-head network, empty, that a FlashMHFConfig names, with the heads of ``rank``; in FP8 with such a
-    record.
+    """Return the multi-head network, empty, that a FlashMHFConfig names (in FP8 if recorded), with ``rank``'s heads.
 
     Raises NotImplementedError as :func:`shard` does and for "swiglu" and "dense_moe", which engines build themselves,
     ValueError for heads that the ranks do not divide.

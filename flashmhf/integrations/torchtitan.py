@@ -52,9 +52,7 @@ class TitanHeadRMSNorm(HeadRMSNorm, Module):
 
 
 class TitanFlashMHF(FlashMHF, Module):
-    """FlashMHF with torchtitan's protocol. Under its default SPMD backend a rank holds its own heads as ordinary
-    tensors.
-    """
+    """FlashMHF with torchtitan's protocol. Under its default SPMD backend a rank has its heads as ordinary tensors."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):

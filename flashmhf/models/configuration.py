@@ -96,9 +96,7 @@ class FlashMHFConfig(LlamaConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
-        """Do nothing. For a registered class transformers copies this package's sources into every saved model, where
-        they cannot run.
-        """
+        """Do nothing: transformers would copy this package's sources into every saved model, where they cannot run."""
 
     def validate_architecture(self):
         """Check the settings together; transformers calls this after construction."""

@@ -60,9 +60,7 @@ def check_complete(source: object, missing: Iterable[str]) -> None:
 
 
 class FlashMHFRotaryEmbedding(FixedDtypes, LlamaRotaryEmbedding):
-    """Llama's rotary embedding with frequencies that stay float32 when the model is converted to 16 bits. bf16
-    frequencies put the angles of positions above 2048 wrong by more than a radian.
-    """
+    """Llama's with frequencies that stay float32: bf16's put angles of positions above 2048 wrong by over a radian."""
 
     fixed = property(lambda self: tuple(self._buffers))
 
@@ -122,9 +120,7 @@ class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM, GenerationM
         self.post_init()
 
     def _valid_auto_compile_criteria(self, *given) -> bool:
-        """Refuse to compile for a static cache if rotary frequencies follow the positions: no CUDA graph serves all
-        tokens.
-        """
+        """Refuse to compile for a static cache if rotary frequencies follow the positions: no CUDA graph serves all."""
         varies = self.model.rotary_emb.rope_type in ("dynamic", "longrope")
         return not varies and super()._valid_auto_compile_criteria(*given)
 

@@ -274,9 +274,7 @@ def is_fp8(model: nn.Module) -> bool:
 
 
 def quantise(model: PreTrainedModel) -> None:
-    """Quantise a model's FlashMHF networks in place, those that are not in FP8 already. Raises what
-    :func:`flashmhf.quantize.quantize_` raises.
-    """
+    """Quantise the FlashMHF networks that are not in FP8 already, in place. Raises as ``quantize.quantize_`` does."""
     if _networks(model, FlashMHF) or not is_fp8(model):
         quantize_(model)
 

@@ -30,9 +30,7 @@ PREFIXES = {"mhffnmoe": "mhffnmoe_", "mhffn": "mhffn_"}  # of an official config
 
 
 def official_settings(config: Mapping[str, object]) -> dict[str, object]:
-    """Return the network's settings in an official configuration, without their prefix. Raises ValueError for another
-    model type.
-    """
+    """Return an official configuration's settings of the network, without prefix. Raises ValueError for others."""
     model_type = config.get("model_type", "mhffnmoe")
     if model_type not in PREFIXES:
         raise ValueError(f"model_type is {model_type!r}; expected {', '.join(map(repr, PREFIXES))}")
@@ -41,9 +39,7 @@ def official_settings(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def official_activation(config: Mapping[str, object]) -> str:
-    """Return our name of an official configuration's ``hidden_act``. Raises NotImplementedError for a function that no
-    back end has.
-    """
+    """Return our name of an official ``hidden_act``. Raises NotImplementedError for one that no back end has."""
     name = config.get("hidden_act", "silu")
     if name in SILU:
         return "silu"
@@ -74,9 +70,7 @@ def _check_tensors(state: object) -> None:
 
 
 def _check_names(state: Mapping[str, Tensor], known: Mapping[str, str], optional: set[str], what: str) -> None:
-    """Refuse missing and unknown names. ``known`` has every name that ``state`` may hold, with its name on the other
-    side.
-    """
+    """Refuse missing and unknown names. ``known`` has all that may be there, each with its name on the other side."""
     unknown = sorted(set(state) - set(known))
     if unknown:
         raise ValueError(f"unknown names in {what}: {unknown}; supported: {sorted(known)}")

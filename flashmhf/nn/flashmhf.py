@@ -84,9 +84,7 @@ class FlashMHF(GroupedHeads):
         return self.num_kv_heads, self.num_subnets, self.subnet_dim, self.head_dim
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return k, u, v [H_kv, E, d_e, d_h], from parameters of four dimensions or of three
-        (flashmhf.integrations.peft).
-        """
+        """Return k, u, v [H_kv, E, d_e, d_h], of parameters of four dimensions or three (flashmhf.integrations.peft)."""
         k, u, v = self.k, self.u, self.v
         if k.dim() != 4:
             k, u, v = (weight.view(self.weight_shape) for weight in (k, u, v))
@@ -114,9 +112,7 @@ class FlashMHF(GroupedHeads):
         return plain_layer(self, (k, u, v) if k.dim() == 4 else self._weights(), router)
 
     def _mix(self, q: Tensor) -> Tensor:
-        """Return S for Q, both [..., H, d_h]. The caller keeps no reference to Q: without gradients it is released
-        before out_proj.
-        """
+        """Return S for Q, both [..., H, d_h]. The caller keeps no Q: without gradients it is freed before out_proj."""
         how = {"deterministic": self.deterministic, "backend": self.backend, "activation": self.activation}
         return gated_flash_mhf(self.normalise(q), *self._weights(), self.router, self.router_eps, **how)
 

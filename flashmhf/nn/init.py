@@ -74,9 +74,7 @@ class Scheme:
         return 1 / math.sqrt(2 * self.num_layers)
 
     def draw(self, weight: Tensor, role: str, std: float) -> None:
-        """Draw ``weight`` in place. ``role`` is its gain in :class:`OfficialInit`, ``std`` its standard deviation under
-        "balanced".
-        """
+        """Draw ``weight`` in place. ``role``: its gain in OfficialInit; ``std``: its deviation under "balanced"."""
         gain = getattr(self.official, role)
         if self.init != "official":
             nn.init.normal_(weight, std=std if self.init == "balanced" else self.initializer_range)

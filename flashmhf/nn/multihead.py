@@ -47,9 +47,7 @@ def check_matches(x: Tensor, first: nn.Module | Tensor) -> None:
 
 
 class HeadRMSNorm(nn.Module):
-    """RMS normalisation over d_h with a weight per head, in fp32 (official setting for the 370M and 1.3B models). Takes
-    [..., H, d_h] and returns the same shape in the input's dtype.
-    """
+    """Normalise [..., H, d_h] over d_h (RMS, in fp32) with a weight per head (official setting for 370M and 1.3B)."""
 
     eps = constant("eps")
 

@@ -68,9 +68,7 @@ class Network(Contiguous):
         self, name: str, sizes: tuple[int, int], role: str, fan_in: float, bias: bool, device: Device,
         dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
-        """Make the child ``name`` a projection (in, out features) from ``fan_in`` inputs of unit variance; role:
-        in_proj, out_proj.
-        """
+        """Make the child ``name`` a projection (in, out features) from ``fan_in`` inputs of unit variance."""
         setattr(self, name, Projection(*sizes, role, fan_in, self.scheme, bias=bias, device=device, dtype=dtype))
         self._drawn_projections = {**self._drawn_projections, name: (role, fan_in)}
 

@@ -19,9 +19,7 @@ ADAMW_PROJECTION_RATE, MUON_PROJECTION_RATE = 0.3, 1.0
 
 
 def roles(model: nn.Module) -> dict[str, str]:
-    """Return the role of each named parameter: "projection" (in_proj and out_proj of a multi-head network), "k", "u",
-    "v", "router", "undecayed" (fewer than two dimensions, or q_norm's weight) or "other".
-    """
+    """Return the role of each named parameter: "projection", "k", "u", "v", "router", "undecayed" or "other"."""
     found = {name: "undecayed" if parameter.dim() < 2 else "other" for name, parameter in model.named_parameters()}
     for prefix, module in model.named_modules():
         if not isinstance(module, MultiHead):

@@ -91,9 +91,7 @@ def cast(x: Any, dtype: torch.dtype) -> Any:
 
 
 def widen(x: Any, dtype: torch.dtype) -> Any:
-    """Return an operand that autocast to ``dtype`` does not cast. The other 16-bit dtype becomes float32: no operator
-    mixes the two.
-    """
+    """Return an operand that autocast to ``dtype`` leaves; the other 16-bit dtype, which nothing mixes, as float32."""
     return x.float() if isinstance(x, Tensor) and x.dtype in checks.FLOAT_DTYPES[:2] and x.dtype != dtype else x
 
 

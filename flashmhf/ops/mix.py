@@ -82,9 +82,7 @@ def _gated_backward(
 
 
 def check(call: Call) -> None:
-    """Raise for operands that do not belong together. The definition reads weights of any strides, such as vmap's
-    slices of a batch.
-    """
+    """Raise for operands that do not belong together. The definition reads any strides, such as those of vmap's."""
     q, k, u, v, r, backend, settings, grad_out = call
     contiguous = backend != REFERENCE
     checks.activation(settings.activation)
@@ -279,9 +277,7 @@ def gated_flash_mhf(
     q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, backend: str = "auto",
     deterministic: bool | None = None, activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    """Compute :func:`flash_mhf` with r = gate(q, w, eps), which the hopper back end computes in the same kernel. w: [H,
-    d_h, E].
-    """
+    """Compute :func:`flash_mhf` with r = gate(q, w, eps), w [H, d_h, E]: on the hopper back end in the same kernel."""
     if backend == REFERENCE:
         return _definition(q, k, u, v, Router(w, eps), activation)
     how = {"deterministic": deterministic, "backend": backend, "activation": activation}

@@ -15,8 +15,7 @@ __all__ = [
 
 
 def forward(q: Tensor, packed: PackedWeights, r: Tensor | None = None, *, backend: str = "auto") -> Tensor:
-    """Compute S [..., H, d_h] from q [..., H, d_h] and packed weights, in q's dtype, on every device, without
-    gradients.
+    """Compute S [..., H, d_h] from q [..., H, d_h] and packed weights, in q's dtype, without gradients.
 
     r: gate values [..., H, E], float32 or q's dtype, or None. backend: "auto" or a name of
     ``flashmhf.backends.FP8_BACKENDS``. Raises what :func:`flashmhf.flash_mhf` does, and NotImplementedError if an input

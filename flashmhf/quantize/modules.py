@@ -26,9 +26,7 @@ _KEPT += ("router_eps", "activation", "backend", "deterministic", "skip_linear")
 
 
 def own_method(network: nn.Module) -> str | None:
-    """Return the name of a method with which ``network`` computes something else than FlashMHF, None if there is none.
-    This package's own subclasses compute the same.
-    """
+    """Return the name of a method, not this package's, with which ``network`` may compute something else, or None."""
     package = __package__.removesuffix("quantize")
     found = (name for name in _COMPUTED_BY if hasattr(network, name))
     return next((name for name in found if not getattr(network, name).__module__.startswith(package)), None)

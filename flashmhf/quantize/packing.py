@@ -48,9 +48,7 @@ def check_layout(stored: Tensor) -> None:
 
 
 def operands(packed: PackedWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors of ``packed``. Raises TypeError if it is not PackedWeights, ValueError for another layout
-    version.
-    """
+    """Return the tensors of ``packed``. Raises TypeError unless it is PackedWeights, ValueError for another layout."""
     checks.instance("packed", packed, PackedWeights, "a flashmhf.quantize.PackedWeights")
     if packed.layout != LAYOUT:
         raise ValueError(

@@ -187,9 +187,7 @@ def _chunk_grads(
 
 
 def _operand_dtype(q: Tensor) -> torch.dtype:
-    """Return the dtype of the products' operands: q's, but float32 for fp16 where :func:`_product` rounds to 16 bits.
-    In fp16 neither scores nor what they are multiplied to may exceed 65,504.
-    """
+    """Return the products' dtype: q's, but float32 for fp16 (at most 65,504) where :func:`_product` rounds to it."""
     exact = q.is_cuda and torch.version.hip is None
     return q.dtype if exact or q.dtype != torch.float16 else torch.float32
 

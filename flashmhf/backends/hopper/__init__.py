@@ -1,7 +1,4 @@
-"""Hopper back end: the CUDA kernels of ``csrc/``, loaded on first use.
-
-The library, on LibTorch's stable ABI, registers ``flashmhf_hopper::*``. :func:`library` says why it is not usable.
-"""
+"""Hopper back end: the CUDA kernels of ``csrc/``, a library on LibTorch's stable ABI that is loaded on first use."""
 
 from __future__ import annotations
 

@@ -30,9 +30,7 @@ def column_at(place):
 
 @triton.jit
 def to_e4m3(x, INTERPRETED: tl.constexpr):
-    """Rounds to the nearest, ties to even; saturates; NaN stays NaN. Triton's interpreter truncates: there the rounding
-    comes first.
-    """
+    """Rounds to the nearest, ties to even; saturates; NaN stays. Triton's interpreter truncates what was not rounded."""
     x = tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
@@ -56,8 +54,7 @@ def forward_kernel(
 
     scales [3, matrices], matrices = H_kv E. Hopper's tensor cores add e4m3 products with fewer bits than fp32 has, so
     that a long sum of one sign loses some: the sum of a block is promoted (max_num_imprecise_acc), and that of a
-    sub-network has an accumulator of its own. 4 is the largest norm of a row of q8 (Q_NORM of the eager
-    implementation).
+    sub-network has an accumulator of its own. 4 is the largest norm of a row of q8 (Q_NORM of the eager back end).
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     h = tl.program_id(1)
@@ -109,9 +106,7 @@ def config(head_dim: int, subnet_dim: int) -> Config:
 
 
 def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None) -> Tensor:
-    """S [..., H, d_h] in q's dtype, contiguous; the operands as :func:`flashmhf.quantize.pack_fp8` has them, r [..., H,
-    E] or None.
-    """
+    """S [..., H, d_h] in q's dtype, contiguous, for operands of :func:`flashmhf.quantize.pack_fp8`, r [..., H, E]."""
     with launch._launching(q.device):
         arguments = {"q": q, "k8": k8, "u8": u8, "v8": v8, "scales": scales, "matrices": scales[0].numel()}
         arguments["INTERPRETED"] = launch.INTERPRETED

@@ -8,8 +8,7 @@ K and U tiles lie on top of each other in shared memory ([2 BI, BD], K rows firs
 product takes [dm | dn]: half as many waits on the tensor cores, and the left operand is read once for both. The two
 halves of an accumulator belong to the same thread, so taking it apart and joining it costs no data movement.
 
-Inter units past d_e read as zero rows (the descriptor's bound or a mask): m = n = g = 0 there, which contributes
-nothing.
+Inter units past d_e read as zero rows (the descriptor's bound or a mask): m = n = g = 0 there, which adds nothing.
 """
 
 # ruff: noqa: N803, N806 (the paper's symbols; compile-time constants are upper case)
@@ -25,9 +24,7 @@ INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
 
 @triton.jit
 def sigmoid(x, RECIPROCAL: tl.constexpr):
-    """1 / (1 + exp(-x)); RECIPROCAL: through the hardware's approximate reciprocal (1 ulp), one instruction instead of
-    five.
-    """
+    """1 / (1 + exp(-x)); RECIPROCAL: by the hardware's approximate reciprocal (1 ulp), one instruction, not five."""
     denominator = 1.0 + tl.exp2(x * -LOG2_E)
     if RECIPROCAL:
         return tl.inline_asm_elementwise(
@@ -156,11 +153,9 @@ def forward_kernel(
     BT: tl.constexpr, BI: tl.constexpr, DESCRIPTORS: tl.constexpr, SWAPPED: tl.constexpr, ACTIVATION: tl.constexpr,
     RECIPROCAL: tl.constexpr, BY_BLOCKS: tl.constexpr, BEHIND: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over e, j of (r a n) V. Grid: token blocks, heads, shares of the sub-networks (each its own out [T,
-    H, D]).
+    """out[t] = sum over e, j of (r a n) V. Grid: token blocks, heads, shares of the sub-networks (each its own out).
 
-    BEHIND: the product with V runs one tile behind, on the tensor cores while the elementwise part of this tile is
-    computed.
+    BEHIND: the product with V runs one tile behind, on the tensor cores beside the elementwise part of this tile.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     h = tl.program_id(1)
