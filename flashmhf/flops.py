@@ -16,6 +16,7 @@ import torch
 from . import torch_private
 
 Shape = Sequence[int]
+Needs = Sequence[bool]  # whether gradients of the tokens and of the weights are needed
 _COUNTER = "torch.utils.flop_counter"
 
 
@@ -29,36 +30,23 @@ def router_product(q: Shape, k: Shape) -> int:
     return 2 * math.prod(q) * k[1]
 
 
-def forward(q: Shape, k: Shape, *args: object, **kwargs: object) -> int:
-    """Count Q K^T, Q U^T and the product with V: 6 T H d_h E d_e."""
-    return 3 * product(q, k)
-
-
-def gated_forward(q: Shape, k: Shape, *args: object, **kwargs: object) -> int:
-    """Count :func:`forward` and the router: 2 T H d_h E more."""
-    return 3 * product(q, k) + router_product(q, k)
-
-
-def _products_of_backward(needs: Sequence[bool]) -> int:
-    """Count the products, of eight: three for any gradient, two for the tokens', three for the weights'."""
-    tokens, weights = needs
-    return 3 * (tokens or weights) + 2 * tokens + 3 * weights
+def forward(q: Shape, k: Shape, *_: object, gated: bool = False, **kwargs: object) -> int:
+    """Count Q K^T, Q U^T and the product with V: 6 T H d_h E d_e; with a router 2 T H d_h E more."""
+    return 3 * product(q, k) + gated * router_product(q, k)
 
 
 def backward(
-    grad_out: Shape, q: Shape, k: Shape, *args: object, needs: Sequence[bool] = (True, True), **kwargs: object
+    grad_out: Shape, q: Shape, k: Shape, *_: object, needs: Needs = (True, True), gated: bool = False, **kwargs: object
 ) -> int:
-    """Count 16 T H d_h E d_e, less what ``needs`` = (tokens, weights) spares."""
-    return _products_of_backward(needs) * product(q, k)
+    """Count 16 T H d_h E d_e, less what ``needs`` = (tokens, weights) spares; with a router up to 6 T H d_h E more.
 
-
-def gated_backward(
-    grad_out: Shape, q: Shape, k: Shape, *args: object, needs: Sequence[bool] = (True, True), **kwargs: object
-) -> int:
-    """Count :func:`backward`, the router's product again, and one product for each of its gradients."""
+    Three products of eight are for any gradient, two for the tokens', three for the weights'; of the router's three
+    products one is for each.
+    """
     tokens, weights = needs
-    router_products = (tokens or weights) + tokens + weights
-    return _products_of_backward(needs) * product(q, k) + router_products * router_product(q, k)
+    some = tokens or weights
+    of_networks, of_router = 3 * some + 2 * tokens + 3 * weights, some + tokens + weights
+    return of_networks * product(q, k) + gated * of_router * router_product(q, k)
 
 
 def projection(x: Shape, w: Shape, *args: object, **kwargs: object) -> int:
@@ -67,16 +55,16 @@ def projection(x: Shape, w: Shape, *args: object, **kwargs: object) -> int:
 
 
 def layer(x: Shape, in_w: Shape, in_bias: object, k: Shape, *rest: Any, fp8: bool = False, **kwargs: object) -> int:
-    """Count :func:`gated_forward` (:func:`forward` without a router) and both projections. ``fp8``: of ``fp8_layer``."""
+    """Count :func:`forward` and both projections; ``fp8``: with scales among the operands."""
     w, _, out_w = rest[3:6] if fp8 else rest[2:5]
     q = (*x[:-1], in_w[0])  # its heads side by side: only the product of the sizes counts
-    mixed = forward(q, k) if w is None else gated_forward(q, k)
-    return projection(x, in_w) + mixed + projection(q, out_w)
+    return projection(x, in_w) + forward(q, k, gated=w is not None) + projection(q, out_w)
 
 
+_gated_forward = functools.partial(forward, gated=True)
 _FORMULAE: dict[str, Callable[..., int]] = {
-    "forward": forward, "gated_forward": gated_forward, "backward": backward, "gated_backward": gated_backward,
-    "fp8_forward": forward, "fp8_gated_forward": gated_forward, "layer": layer,
+    "forward": forward, "gated_forward": _gated_forward, "fp8_forward": forward, "fp8_gated_forward": _gated_forward,
+    "backward": backward, "gated_backward": functools.partial(backward, gated=True), "layer": layer,
     "fp8_layer": functools.partial(layer, fp8=True),
 }  # fmt: skip
 
