@@ -44,9 +44,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import flashmhf
-from flashmhf.distributed import parallelize
+from flashmhf.distributed import HeadParallel
 from flashmhf.models import FlashMHFConfig
 from flashmhf_recipes.layout import Layout
 
@@ -178,7 +180,7 @@ def module_setup(job: Job) -> tuple[flashmhf.FlashMHF, Callable[..., nn.Module],
         copy = flashmhf.FlashMHF(*size, **like)
         copy.load_state_dict(one.state_dict())
         mesh = init_device_mesh(job.device.type, (job.ranks // ranks, ranks), mesh_dim_names=("same", "tp"))
-        return parallelize(copy, mesh["tp"], **options)
+        return parallelize_module(copy, mesh["tp"], HeadParallel(**options))
 
     return one, sharded, torch.randn(shape["tokens"], shape["d_model"], **like)
 
@@ -221,7 +223,8 @@ def compiled(job: Job) -> Iterator[dict]:
         ("sequence, asynchronous", True, True),
     ):
         job.free()
-        many, x = (sharded(job.ranks, sequence_dim=0), mine) if sequence else (sharded(job.ranks), tokens)
+        layouts = {"input_layouts": Shard(0), "output_layouts": Shard(0)} if sequence else {}
+        many, x = sharded(job.ranks, **layouts), mine if sequence else tokens
         if pipelined and job.gpu:
             # deprecated from torch 2.11 on, but Inductor still asks whether it was called
             with warnings.catch_warnings():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -77,38 +77,18 @@ def _warn_hopper_unused(device: torch.device, reason: str) -> None:
 
 @dataclass(frozen=True)
 class Info:
-    """Hold what :func:`info` found: the back end chosen (None without tensors), and why each cannot be used (None if it
-    can). ``other_devices`` has the reasons for each other CUDA device, by "cuda:INDEX (NAME)".
-    """
+    """Hold what :func:`info` found: the back end chosen (None without tensors), and why each cannot run, or None."""
 
     chosen: str | None
     reasons: dict[str, str | None]
     details: dict[str, object]
-    other_devices: dict[str, dict[str, str | None]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = _lines(self.reasons)
+        found = {name: "usable" if why is None else f"not usable: {why}" for name, why in self.reasons.items()}
+        lines = [f"{name:<7} {text}" for name, text in found.items()]
         if self.chosen is not None:
             lines.append(f"chosen  {self.chosen}")
-        lines += [f"{key}: {value}" for key, value in self.details.items()]
-        for device, reasons in self.other_devices.items():
-            lines += [f"{device}:", *("  " + line for line in _lines(reasons))]
-        return "\n".join(lines)
-
-
-def _lines(reasons: dict[str, str | None]) -> list[str]:
-    return [f"{name:<7} {'usable' if reason is None else f'not usable: {reason}'}" for name, reason in reasons.items()]
-
-
-def _reasons(
-    device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, activation: str = "silu"
-) -> dict[str, str | None]:
-    case = {"d_h": d_h, "d_e": d_e, "activation": activation}
-    return {name: module.why_not(device, dtype, **case) for name, module in BACKENDS.items()}
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return "\n".join(lines + [f"{key}: {value}" for key, value in self.details.items()])
 
 
 def info(q: torch.Tensor | None = None, k: torch.Tensor | None = None, *, activation: str = "silu") -> Info:
@@ -120,23 +100,19 @@ def info(q: torch.Tensor | None = None, k: torch.Tensor | None = None, *, activa
     """
     if (q is None) != (k is None):
         raise ValueError(f"{'q' if q is None else 'k'} is None; info takes both q and k, or neither")
-    others: dict[str, dict[str, str | None]] = {}
     if q is None:
         on_gpu = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        case = (torch.bfloat16 if on_gpu else torch.float32, 128, 384)
-        for index in range(torch.cuda.device_count() if on_gpu else 0):
-            if index != device.index:
-                other = torch.device("cuda", index)
-                others[f"{other} ({_device_name(other)})"] = _reasons(other, *case, activation=activation)
+        dtype, d_h, d_e = torch.bfloat16 if on_gpu else torch.float32, 128, 384
     else:
-        checks.tensors(q=q, k=k)
         checks.operands(q, k, k, k)
-        device, case = q.device, (q.dtype, k.shape[3], k.shape[2])
+        device, dtype, d_h, d_e = q.device, q.dtype, k.shape[3], k.shape[2]
     checks.activation(activation)
-    reasons = _reasons(device, *case, activation=activation)
-    details: dict[str, object] = {"device": _device_name(device), "torch": torch.__version__}
+    case = {"d_h": d_h, "d_e": d_e, "activation": activation}
+    reasons = {name: module.why_not(device, dtype, **case) for name, module in BACKENDS.items()}
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    details: dict[str, object] = {"device": device_name, "torch": torch.__version__}
     if hopper.library() is None:
         details["hopper library"] = hopper.build_info()
     chosen = next(name for name, reason in reasons.items() if reason is None)
-    return Info(None if q is None else chosen, reasons, details, others)
+    return Info(None if q is None else chosen, reasons, details)

@@ -43,9 +43,8 @@ def _check_weights(module: nn.Module) -> None:
     for name, child in module.named_modules():
         check_held(name, child, empty=True)
         if isinstance(child, Fp8FlashMHF):
-            raise NotImplementedError(
-                f"{name or 'module'} is a network in FP8; supported: 16 and 32 bits, or flashmhf.distributed.shard"
-            )
+            found = f"{name or 'module'} is a network in FP8"
+            raise NotImplementedError(f"{found}; supported: 16 and 32 bits, or flashmhf.distributed.shard")
         for key, parameter in child.named_parameters(recurse=False):
             if not isinstance(parameter, DTensor) and type(parameter.data) is not Tensor:
                 found = f"{_path(name, key)} is a {type(parameter.data).__name__}"
@@ -208,18 +207,12 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
     return styles
 
 
-def parallelize(
-    module: nn.Module, mesh: DeviceMesh, *, sequence_dim: int | None = None, use_local_output: bool = True
-) -> nn.Module:
+def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Shard ``module`` in place over the ranks of ``mesh`` and return it.
 
-    Args:
-        module: a FlashMHF, an MHFFN or a model that has some (:func:`plan`). Parameters become DTensors with the values
-            of the mesh's first rank.
-        mesh: a device mesh of one dimension, such as ``init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp",
-            "tp"))["tp"]``.
-        sequence_dim, use_local_output: for a single network: the leading dimension over which its input and output are
-            sharded in equal parts (sequence parallelism), and whether to return a tensor, not a DTensor.
+    module: a FlashMHF, an MHFFN or a model that has some (:func:`plan`). Parameters become DTensors with the values of
+    the mesh's first rank. mesh: a device mesh of one dimension, such as ``init_device_mesh("cuda", (2, 4),
+    mesh_dim_names=("dp", "tp"))["tp"]``.
 
     Then apply activation checkpointing, ``torch.compile``, and ``fully_shard`` with :func:`shard_placement`. Raises
     ValueError for a mesh that does not fit, a model without such a network, one parameter in two placements, and
@@ -230,13 +223,7 @@ def parallelize(
     if mesh.ndim != 1:
         raise ValueError(f"mesh has {mesh.ndim} dimensions; supported: 1, such as mesh['tp']")
     if isinstance(module, (FlashMHF, MHFFN)):
-        layout = None if sequence_dim is None else Shard(sequence_dim)
-        style = HeadParallel(input_layouts=layout, output_layouts=layout, use_local_output=use_local_output)
-        return parallelize_module(module, mesh, style)
-    if sequence_dim is not None or not use_local_output:
-        raise ValueError(
-            f"module is a {type(module).__name__}; sequence_dim and use_local_output are for FlashMHF and MHFFN only"
-        )
+        return parallelize_module(module, mesh, HeadParallel())
     _check_weights(module)
     names: dict[int, list[str]] = {}  # by ids, so that a whole parameter is freed once it is sharded
     for name, parameter in module.named_parameters(remove_duplicate=False):

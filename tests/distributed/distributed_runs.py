@@ -32,9 +32,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: 
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
+from torch.distributed.tensor.parallel import parallelize_module  # noqa: E402
 
 import flashmhf  # noqa: E402
-from flashmhf.distributed import Rank, parallelize, shard, shard_placement  # noqa: E402
+from flashmhf.distributed import HeadParallel, Rank, parallelize, shard, shard_placement  # noqa: E402
 from flashmhf.integrations.peft import stack_weights  # noqa: E402
 from flashmhf.quantize import to_fp8  # noqa: E402
 from flashmhf.testing import capturing  # noqa: E402
@@ -187,7 +188,9 @@ def compare_module(
     """Results and gradients by heads, with input and output sharded over a dimension or not, as in one process."""
     torch.manual_seed(1)
     x, grad = torch.randn(2, 2, 6, 32, dtype=torch.float64, device=whole.k.device)
-    sharded = parallelize(copy.deepcopy(whole), mesh, sequence_dim=sequence_dim)
+    layout = Replicate() if sequence_dim is None else Shard(sequence_dim)
+    style = HeadParallel(input_layouts=layout, output_layouts=layout)
+    sharded = parallelize_module(copy.deepcopy(whole), mesh, style)
     called = wrap(sharded) if wrap else sharded
     mine = slice(None) if sequence_dim is None else slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3)
     x_whole, x_mine = x.clone().requires_grad_(), x[:, mine].clone().requires_grad_()
@@ -226,7 +229,7 @@ def module_cases() -> None:
         ("H = 1 heads of K, U and V",),
         lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16, num_kv_heads=1), mesh),
     )
-    raises(TypeError, ("Linear",), lambda: flashmhf.distributed.HeadParallel()._apply(nn.Linear(4, 4), mesh))
+    raises(TypeError, ("Linear",), lambda: HeadParallel()._apply(nn.Linear(4, 4), mesh))
 
 
 def compiled_module() -> None:
