@@ -18,25 +18,6 @@ from .network import Network
 ADAMW_PROJECTION_RATE, MUON_PROJECTION_RATE = 0.3, 1.0
 
 
-def roles(model: nn.Module) -> dict[str, str]:
-    """Return the role of each named parameter: "projection", "k", "u", "v", "router", "undecayed" or "other"."""
-    found = {name: "undecayed" if parameter.dim() < 2 else "other" for name, parameter in model.named_parameters()}
-    for prefix, module in model.named_modules():
-        if not isinstance(module, MultiHead):
-            continue
-        for part, parameter in module.named_parameters():
-            name, (owner, _, _) = f"{prefix}.{part}" if prefix else part, part.partition(".")
-            if name not in found:  # shared with a parameter named before
-                continue
-            if owner == "q_norm":
-                found[name] = "undecayed"
-            elif owner in ("in_proj", "out_proj") and parameter.dim() > 1:
-                found[name] = "projection"
-            elif owner in ("k", "u", "v", "router"):
-                found[name] = owner
-    return found
-
-
 def param_groups(
     model: nn.Module, lr: float, weight_decay: float, *, projection_rate: float | None = None, muon: bool = False,
     outputs: Iterable[nn.Module] | None = None,
@@ -44,8 +25,8 @@ def param_groups(
     """Return ``model``'s parameter groups for AdamW and :class:`flashmhf.Muon`, with decoupled weight decay.
 
     in_proj and out_proj of FlashMHF learn at ``projection_rate`` of ``lr``: M = Q K^T and V W_out are products of two
-    learned matrices, which change about twice as fast as one. Their weight decay is divided by the same factor. Vectors
-    (norms, biases) and q_norm's weights are not decayed.
+    learned matrices, which change about twice as fast as one. Their decay is divided by it. Vectors and q_norm's
+    weights are not decayed.
 
     Args:
         model: any module; every trainable parameter is in one group, shared ones once.
@@ -57,8 +38,7 @@ def param_groups(
 
     Returns groups with "params", "lr", "lr_scale", "weight_decay", and "muon" if asked for. Raises TypeError if
     ``model`` is not a module or a rate is not a number, ValueError for a negative rate, a projection_rate of 0, and
-    where ``outputs`` must be given: a linear layer has as many output features as a smaller embedding has rows, or as
-    the largest one has and as it has inputs.
+    where it cannot tell an output layer from another and ``outputs`` must be given.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     lr, weight_decay = epsilon("lr", lr), epsilon("weight_decay", weight_decay)
@@ -66,28 +46,33 @@ def param_groups(
         projection_rate = MUON_PROJECTION_RATE if muon else ADAMW_PROJECTION_RATE
     if not epsilon("projection_rate", projection_rate) > 0:
         raise ValueError(f"projection_rate is {projection_rate}; it must be above 0")
-    networks = [module for module in model.modules() if isinstance(module, FlashMHF)]
-    flash = {id(parameter) for module in networks for parameter in module.parameters()}
-    rates = {"plain": (1.0, weight_decay), "undecayed": (1.0, 0.0)}  # the share of the rate, and the decay
-    rates["projection"] = projection_rate, weight_decay / projection_rate
+    # the share of the rate, and the decay
+    rates = {"plain": (1.0, weight_decay), "projection": (projection_rate, weight_decay / projection_rate)}
+    rates["undecayed"] = 1.0, 0.0
+    projections = _parameters_of(model, FlashMHF, "in_proj", "out_proj")
+    norms = _parameters_of(model, MultiHead, "q_norm")
     vocabulary = vocabulary_weights(model, outputs) if muon else set()
-    kinds = ("plain", "projection", "undecayed")
-    groups: dict[tuple[str, bool], list[Tensor]] = {(kind, matrix): [] for kind in kinds for matrix in (False, True)}
-    parameters = dict(model.named_parameters())
-    for name, role in roles(model).items():
-        parameter = parameters[name]
-        if (role == "projection" and id(parameter) not in flash) or role not in rates:
-            role = "plain"
-        is_matrix = role != "undecayed" and id(parameter) not in vocabulary
-        if parameter.requires_grad:
-            groups[role, muon and is_matrix].append(parameter)
-    marks = [{"muon": is_matrix} if muon else {} for _, is_matrix in groups]
-    return [
-        {"params": members, "lr": lr * rates[kind][0], "lr_scale": rates[kind][0], "weight_decay": rates[kind][1]}
-        | mark
-        for ((kind, _), members), mark in zip(groups.items(), marks, strict=True)
-        if members
-    ]
+    groups: dict[tuple[str, bool], list[Tensor]] = {(kind, matrix): [] for kind in rates for matrix in (False, True)}
+    for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+        if parameter.dim() < 2 or id(parameter) in norms:
+            kind = "undecayed"
+        else:
+            kind = "projection" if id(parameter) in projections else "plain"
+        groups[kind, muon and kind != "undecayed" and id(parameter) not in vocabulary].append(parameter)
+    made: list[dict[str, Any]] = []
+    for (kind, is_matrix), members in groups.items():
+        share, decay = rates[kind]
+        if members:
+            made.append({"params": members, "lr": lr * share, "lr_scale": share, "weight_decay": decay})
+            made[-1] |= {"muon": is_matrix} if muon else {}
+    return made
+
+
+def _parameters_of(model: nn.Module, kind: type[nn.Module], *parts: str) -> set[int]:
+    """Return the ids of the parameters of these parts of all networks of a kind."""
+    networks = (module for module in model.modules() if isinstance(module, kind))
+    found = (getattr(network, part, None) for network in networks for part in parts)
+    return {id(parameter) for part in found if part is not None for parameter in part.parameters()}
 
 
 def vocabulary_weights(model: nn.Module, outputs: Iterable[nn.Module] | None = None) -> set[int]:
@@ -104,14 +89,11 @@ def vocabulary_weights(model: nn.Module, outputs: Iterable[nn.Module] | None = N
             linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
             linears = {name: module for name, module in linears.items() if module not in own}
             alike = {n: m for n, m in linears.items() if m.out_features in sizes and id(m.weight) not in found}
-            unsure = [
-                name for name, m in alike.items() if m.out_features != max(sizes) or m.out_features == m.in_features
-            ]
-            if unsure:  # learned positions are often as many as a model is wide
-                raise ValueError(
-                    f"outputs is None, the model has no get_output_embeddings(), and {', '.join(unsure)} may be an "
-                    "output layer: an embedding has as many rows; supported: a list of the output layers"
-                )
+            # learned positions are often as many as a model is wide
+            unsure = [n for n, m in alike.items() if m.out_features != max(sizes) or m.out_features == m.in_features]
+            if unsure:
+                reason = f"{', '.join(unsure)} may be an output layer: an embedding has as many rows"
+                raise ValueError(f"outputs is None, and {reason}; supported: a list of the output layers")
             outputs = alike.values()
     for module in outputs:
         checks.instance("outputs", module, nn.Module, "torch.nn.Modules")
