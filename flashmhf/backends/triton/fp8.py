@@ -24,9 +24,7 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, act
         return reason
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
-        return (
-            f"device has compute capability {capability[0]}.{capability[1]}; supported for e4m3 products: 8.9 or later"
-        )
+        return f"device has compute capability {capability[0]}.{capability[1]}; supported for e4m3: 8.9 or later"
     return None
 
 

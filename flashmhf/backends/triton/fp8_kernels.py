@@ -30,7 +30,7 @@ def column_at(place):
 
 @triton.jit
 def to_e4m3(x, INTERPRETED: tl.constexpr):
-    """Rounds to the nearest, ties to even; saturates; NaN stays. Triton's interpreter truncates what was not rounded."""
+    """Rounds to nearest even; saturates; NaN stays. Triton's interpreter truncates: there the rounding comes first."""
     x = tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
@@ -99,10 +99,8 @@ def forward_kernel(
 
 def config(head_dim: int, subnet_dim: int) -> Config:
     """Block shapes; no candidates were timed."""
-    inter = 64 if head_dim <= 128 else 32
-    return Config(
-        64, max(SMALLEST_BLOCK, min(inter, triton.next_power_of_2(subnet_dim))), 4 if head_dim <= 128 else 8, 2
-    )
+    inter, warps = (64, 4) if head_dim <= 128 else (32, 8)
+    return Config(64, max(SMALLEST_BLOCK, min(inter, triton.next_power_of_2(subnet_dim))), warps, 2)
 
 
 def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None) -> Tensor:

@@ -79,10 +79,8 @@ class _Rows:
 
     def arguments(self) -> dict[str, object]:
         head, column = self.x.stride()[-2:]
-        values = {
-            "table": self.table, "length": self.length, "outer": self.outer, "inner": self.inner, "head": head,
-            "column": column,
-        }  # fmt: skip
+        values = {key: getattr(self, key) for key in ("table", "length", "outer", "inner")}
+        values |= {"head": head, "column": column}
         layout = {f"{self.name.upper()}_LAYOUT": self.layout}
         return {f"{self.name}_{key}": value for key, value in values.items()} | layout
 
@@ -133,10 +131,8 @@ class _Weights:
             self.v = TensorDescriptor(v, *([x[0], *x[2:]] for x in (shape, strides, block)))
 
     def arguments(self) -> dict[str, object]:
-        return {
-            "first": self.first, "second": self.second, "v": self.v, "DESCRIPTORS": self.descriptors,
-            "SWAPPED": self.swapped,
-        }  # fmt: skip
+        settings = {"DESCRIPTORS": self.descriptors, "SWAPPED": self.swapped}
+        return {"first": self.first, "second": self.second, "v": self.v, **settings}
 
 
 def _shapes(q: Tensor, k: Tensor, config: Config) -> dict[str, object]:
