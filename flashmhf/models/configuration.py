@@ -7,6 +7,7 @@ from pathlib import Path
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
+from ..checks import divisor, positive
 from ..nn.convert import SILU
 from ..nn.flashmhf import default_num_heads, default_subnet_dim
 from ..nn.init import DEFAULT_INIT, INITS, OfficialInit
@@ -42,16 +43,14 @@ class FlashMHFConfig(LlamaConfig):
         ffn_num_subnets: E, a divisor of intermediate_size, of "flashmhf" and "dense_moe"; None for d_e near 8/3 d_h.
         ffn_num_kv_heads, ffn_q_norm, ffn_skip_linear: as in :class:`flashmhf.FlashMHF`; of "flashmhf" and "mh_ffn", as
             is a hidden_act "gelu", "relu" or "relu2" beside "silu".
-        ffn_router_eps: the eps of the gate's normalisation.
-        ffn_norm: whether an RMSNorm precedes the network (negates ``mhffnmoe_disable_original_mlp_rmsnorm``).
+        ffn_router_eps: the gate's. ffn_norm: whether an RMSNorm precedes the network (an official setting negates it).
         ffn_init, ffn_official_init: flashmhf.nn.init's "balanced", "official" (with the gains of OfficialInit) or
-            "normal"; None for "balanced", or "normal" with "pkv". Attention and embedding are N(0, initializer_range)
-            in all.
+            "normal"; None for "balanced", or "normal" with "pkv". All else is drawn from N(0, initializer_range).
         ffn_backend, ffn_deterministic: as in :func:`flashmhf.flash_mhf`; "naive" is a back end of "mh_ffn", too.
         mlp_bias: give the projections biases ("dense_moe" has none).
 
-    Raises huggingface_hub's StrictDataclassError, which names the setting, for values of a wrong type, sizes that do
-    not divide, and settings that the chosen network lacks.
+    Raises huggingface_hub's StrictDataclassError for wrong types, sizes that do not divide, and settings that the
+    chosen network lacks.
     """
 
     model_type = "flashmhf"
@@ -105,61 +104,43 @@ class FlashMHFConfig(LlamaConfig):
         if self.head_dim is not None and self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary position embeddings need an even one")
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads is {self.num_key_value_heads}; it must divide num_attention_heads = "
-                f"{self.num_attention_heads}"
-            )
+            positive(name, getattr(self, name))
+        divisor("num_key_value_heads", self.num_key_value_heads, "num_attention_heads", self.num_attention_heads)
         if self.ffn_type not in FFN_TYPES:
             raise ValueError(f"ffn_type is {self.ffn_type!r}; supported: {', '.join(FFN_TYPES)}")
         if self.ffn_init not in INITS:
             raise ValueError(f"ffn_init is {self.ffn_init!r}; supported: {', '.join(map(repr, INITS))}")
         activations = list(ACTIVATIONS) if self.ffn_type in _OPERATOR else ["silu"]
         if self.hidden_act not in activations:
-            raise ValueError(
-                f"hidden_act is {self.hidden_act!r}; ffn_type={self.ffn_type!r} supports: "
-                f"{', '.join(map(repr, activations))}"
-            )
+            supported = ", ".join(map(repr, activations))
+            raise ValueError(f"hidden_act is {self.hidden_act!r}; ffn_type={self.ffn_type!r} supports: {supported}")
         self._check_count("ffn_num_heads", self.ffn_type in _MULTI_HEAD, "hidden_size", self.hidden_size)
         self._check_count("ffn_num_subnets", self.ffn_type in _GATED, "intermediate_size", self.intermediate_size)
         for name in ("ffn_q_norm", "ffn_skip_linear", "ffn_num_kv_heads"):
             if getattr(self, name) and self.ffn_type not in _OPERATOR:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} needs ffn_type='flashmhf' or 'mh_ffn', got {self.ffn_type!r}"
-                )
-        if self.ffn_num_kv_heads is not None and (
-            self.ffn_num_kv_heads < 1 or self.ffn_num_heads % self.ffn_num_kv_heads
-        ):
-            raise ValueError(
-                f"ffn_num_kv_heads is {self.ffn_num_kv_heads}; it must divide ffn_num_heads = {self.ffn_num_heads}"
-            )
+                found = f"{name}={getattr(self, name)}"
+                raise ValueError(f"{found} needs ffn_type='flashmhf' or 'mh_ffn', got {self.ffn_type!r}")
+        if self.ffn_num_kv_heads is not None:
+            divisor("ffn_num_kv_heads", self.ffn_num_kv_heads, "ffn_num_heads", self.ffn_num_heads)
         if self.ffn_skip_linear and self.mlp_bias:
-            raise ValueError(
-                "mlp_bias=True is not supported with ffn_skip_linear=True, which leaves out W_in and W_out"
-            )
+            raise ValueError("mlp_bias=True is not supported with ffn_skip_linear=True, without W_in and W_out")
         self.official_init  # noqa: B018  raises for unknown gains
         if self.mlp_bias and self.ffn_type == "dense_moe":
             raise ValueError("mlp_bias=True is not supported with ffn_type='dense_moe'")
 
     def _check_count(self, name: str, used: bool, divides: str, size: int) -> None:
         count = getattr(self, name)
-        if not used:
-            if count is not None:
-                raise ValueError(f"{name} is {count}; ffn_type={self.ffn_type!r} has none, leave it out")
-        elif count < 1 or size % count:
-            raise ValueError(f"{name} is {count}; it must be at least 1 and divide {divides} = {size}")
+        if used:
+            divisor(name, count, divides, size)
+        elif count is not None:
+            raise ValueError(f"{name} is {count}; ffn_type={self.ffn_type!r} has none, leave it out")
 
     @property
     def official_init(self) -> OfficialInit:
         """Return the gains of ffn_init="official". Raises ValueError for an unknown name in ``ffn_official_init``."""
-        gains = self.ffn_official_init or {}
-        unknown = sorted(gains.keys() - OfficialInit.__dataclass_fields__.keys())
-        if unknown:
-            raise ValueError(
-                f"ffn_official_init has {unknown}; supported: {', '.join(OfficialInit.__dataclass_fields__)}"
-            )
+        gains, known = self.ffn_official_init or {}, OfficialInit.__dataclass_fields__
+        if unknown := sorted(gains.keys() - known.keys()):
+            raise ValueError(f"ffn_official_init has {unknown}; supported: {', '.join(known)}")
         return OfficialInit(**gains)
 
     @property

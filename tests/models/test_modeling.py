@@ -266,8 +266,8 @@ def test_parallel_plans_name_existing_modules(ffn):
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"ffn_type": "moe"}, "ffn_type is 'moe'"),
-    ({"ffn_num_heads": 5}, "ffn_num_heads is 5; it must be at least 1 and divide hidden_size = 64"),
-    ({"ffn_num_subnets": 3}, "ffn_num_subnets is 3; it must be at least 1 and divide intermediate_size = 128"),
+    ({"ffn_num_heads": 5}, "ffn_num_heads is 5; it must divide hidden_size = 64"),
+    ({"ffn_num_subnets": 3}, "ffn_num_subnets is 3; it must divide intermediate_size = 128"),
     ({"ffn_type": "swiglu"}, "ffn_num_heads is 2; ffn_type='swiglu' has none"),
     ({"ffn_type": "pkv", "ffn_num_subnets": None, "ffn_q_norm": True},
      "ffn_q_norm=True needs ffn_type='flashmhf' or 'mh_ffn'"),
