@@ -126,9 +126,8 @@ def expect_shape(name: str, tensor: Tensor, expected: tuple, meaning: str) -> No
 
 def expect_contiguous(name: str, tensor: Tensor) -> None:
     if not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; it must be contiguous"
-        )
+        strides, shape = list(tensor.stride()), list(tensor.shape)
+        raise ValueError(f"{name} has strides {strides} for shape {shape}; it must be contiguous")
 
 
 def expect_like(
@@ -177,10 +176,8 @@ def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = T
         raise ValueError(f"q has shape {list(q.shape)}; expected at least two dimensions [..., H, d_h]")
     weight_shape(k)
     if q.shape[-2] < 1 or q.shape[-2] % k.shape[0] or k.shape[3] != q.shape[-1]:
-        raise ValueError(
-            f"k has shape {list(k.shape)}; expected [H_kv, E, d_e, d_h] with an H_kv that divides H = {q.shape[-2]} "
-            f"and d_h = {q.shape[-1]} from q {list(q.shape)}"
-        )
+        expected = f"an H_kv that divides H = {q.shape[-2]} and d_h = {q.shape[-1]} from q {list(q.shape)}"
+        raise ValueError(f"k has shape {list(k.shape)}; expected [H_kv, E, d_e, d_h] with {expected}")
     _networks(k, u, v, q, "q", contiguous)
 
 

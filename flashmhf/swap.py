@@ -50,9 +50,8 @@ def _experts(block: nn.Module) -> list[nn.Module]:
     d_model = networks[0].gate_proj.in_features
     tensors = [(block, each) for each in block.parameters(recurse=False)]
     tensors += [(part, each) for _, part in parts if part not in networks for each in part.parameters()]
-    routers = {
-        (owner, *({*each.shape} - {d_model})) for owner, each in tensors if each.dim() == 2 and d_model in each.shape
-    }
+    matrices = [(owner, {*each.shape}) for owner, each in tensors if each.dim() == 2]
+    routers = {(owner, *(shape - {d_model})) for owner, shape in matrices if d_model in shape}
     fused = {(owner, each.shape[0]) for owner, each in tensors if each.dim() == 3 and d_model in each.shape[1:]}
     for owner, *count in routers:
         beside = any([size] == count and other is not owner for other, size in fused)
@@ -70,10 +69,8 @@ def equal_parameter_sizes(
     kv_model = d_model * (num_kv_heads or num_heads) // num_heads  # of a row of K, all heads together
     smallest = 3 * kv_model * WIDTH_MULTIPLE + d_model
     if remaining < smallest // 2:
-        raise ValueError(
-            f"{parameters:,} parameters at d_model = {d_model} leave too few beside W_in and W_out "
-            f"(2 d_model^2 = {2 * d_model**2:,}) for K, U, V and the router ({smallest:,} at least)"
-        )
+        missing = f"beside W_in and W_out ({2 * d_model**2:,}) for K, U, V and the router ({smallest:,} at least)"
+        raise ValueError(f"{parameters:,} parameters at d_model = {d_model} leave too few {missing}")
     usual = default_subnet_dim(d_model // num_heads)
     subnets = max(1, round(remaining / (3 * kv_model * usual + d_model)))
     width = (remaining / subnets - d_model) / (3 * kv_model)
@@ -94,14 +91,13 @@ def replace_ffn(
         num_layers: of the whole model; None for what a configuration within ``model`` says, or the number of networks.
         kwargs: further arguments of :class:`flashmhf.FlashMHF`.
 
-    Weights are drawn by ``reset_parameters("balanced")``, trainable, in the mode of what they replace.
-    ``save_pretrained`` records the networks, and ``from_pretrained`` builds them once ``flashmhf.models`` is imported.
-    ``name_or_path`` becomes "": whoever loads the model once more by that name (TRL's reference model) is refused; save
-    and load it to name it.
+    Weights are drawn by ``reset_parameters("balanced")``. ``save_pretrained`` records the networks, and
+    ``from_pretrained`` builds them once ``flashmhf.models`` is imported. ``name_or_path`` becomes "": whoever loads the
+    model once more by that name (TRL's reference model) is refused; save and load it to name it.
 
     Raises TypeError if ``model`` is not a module; ValueError if there is nothing to replace, if it is the network
-    itself, for networks that are sharded, offloaded or parametrised, for models with adapters, and if sizes do not fit.
-    The model is then as it was.
+    itself, for sharded, offloaded or parametrised networks, for adapters, and if sizes do not fit. The model is then as
+    it was.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     if (num_subnets is None) != (subnet_dim is None):
@@ -110,10 +106,8 @@ def replace_ffn(
     experts = {id(network) for block in model.modules() for network in _experts(block)}
     for name, module in model.named_modules():
         if hasattr(module, "base_layer"):
-            raise ValueError(
-                f"{name} is held by an adapter; supported: models without, as before get_peft_model or after "
-                "merge_and_unload()"
-            )
+            supported = "models without, as before get_peft_model or after merge_and_unload()"
+            raise ValueError(f"{name} is held by an adapter; supported: {supported}")
     # the names of each network; ids, so that a replaced network's memory is free at once
     shared: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -129,21 +123,18 @@ def replace_ffn(
             shared.setdefault(id(module), []).append(name)
     names = [name for members in shared.values() for name in members]
     if not names:
-        raise ValueError(
-            f"{type(model).__name__} has no SwiGLU network of gate_proj, up_proj, down_proj linear layers to replace"
-        )
+        found = f"{type(model).__name__} has no SwiGLU network"
+        raise ValueError(f"{found}; supported: gate_proj, up_proj and down_proj that are linear layers")
     if "" in names:
-        raise ValueError(
-            f"model is itself a SwiGLU network ({type(model).__name__}), which cannot be replaced in place; supported: "
-            "the module that holds it"
-        )
+        found = f"model is itself a SwiGLU network ({type(model).__name__})"
+        raise ValueError(f"{found}, which cannot be replaced in place; supported: the module that holds it")
     initializer_range = getattr(getattr(model, "config", None), "initializer_range", INITIALIZER_RANGE)
     if num_layers is None:
         found = (getattr(getattr(part, "config", None), "num_hidden_layers", None) for part in model.modules())
         num_layers = max([len(names), *(count for count in found if isinstance(count, int))])
     sizes = (num_heads, num_subnets, subnet_dim, initializer_range, positive("num_layers", num_layers))
     for name in names:  # whatever is refused is refused before the model changes
-        _counterpart(model.get_submodule(name), *sizes, {**kwargs, "device": "meta"})
+        _counterpart(model.get_submodule(name), sizes, {**kwargs, "device": "meta"})
     models = []
     if "transformers.modeling_utils" in sys.modules:  # else there can be none
         from .models import quantization
@@ -153,7 +144,7 @@ def replace_ffn(
         for each in models:
             quantization.described(each, changes=True)
     for members in shared.values():
-        network = _counterpart(model.get_submodule(members[0]), *sizes, kwargs)
+        network = _counterpart(model.get_submodule(members[0]), sizes, kwargs)
         mark_drawn(network)
         for name in members:
             model.set_submodule(name, network)
@@ -166,9 +157,8 @@ def replace_ffn(
     return names
 
 
-def _counterpart(
-    swiglu: nn.Module, num_heads, num_subnets, subnet_dim, initializer_range, num_layers, kwargs
-) -> FlashMHF:
+def _counterpart(swiglu: nn.Module, sizes: tuple[Any, ...], kwargs: dict[str, Any]) -> FlashMHF:
+    num_heads, num_subnets, subnet_dim, initializer_range, num_layers = sizes
     weight = swiglu.gate_proj.weight
     d_model = weight.shape[1]
     heads = default_num_heads(d_model) if num_heads is None else positive("num_heads", num_heads)

@@ -69,9 +69,8 @@ def assert_accurate(
     allowed = limit(baseline, exact, actual.dtype, fixed_limits=fixed_limits, few_tokens=few_tokens)
     error = relative_l2(actual, exact)
     if not error <= allowed:  # an assert statement would pass under python -O
-        raise AssertionError(
-            f"{name}: relative L2 error {error:.3e} exceeds {allowed:.3e} ({actual.dtype}, shape {list(actual.shape)})"
-        )
+        found = f"{name}: relative L2 error {error:.3e} exceeds {allowed:.3e}"
+        raise AssertionError(f"{found} ({actual.dtype}, shape {list(actual.shape)})")
 
 
 @contextmanager
@@ -81,9 +80,7 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         if not torch.utils.deterministic.fill_uninitialized_memory:
-            raise RuntimeError(
-                "torch.utils.deterministic.fill_uninitialized_memory is off: memory would not be poisoned"
-            )
+            raise RuntimeError("torch.utils.deterministic.fill_uninitialized_memory is off: memory is not poisoned")
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -140,7 +137,7 @@ class Problem:
         return torch.cat(heads, 1)
 
     def exact_backward(self, head: int) -> tuple[Tensor, ...]:
-        """Return float64 dq [..., d_h], dk, du, dv [E, d_e, d_h], dr [..., E] of one head of H_kv = H. Long inputs fit."""
+        """Return float64 dq [..., d_h], dk, du, dv [E, d_e, d_h], dr [..., E] of a head (H_kv = H); long inputs fit."""
         one = slice(head, head + 1)
         grad_out, q = self.grad_out[..., one, :].double(), self.q[..., one, :].double()
         parts = []

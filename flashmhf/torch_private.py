@@ -20,9 +20,8 @@ from torch.utils._device import DeviceContext
 
 _DEVICES = {"cpu": "CPU", "cuda": "CUDA", "hpu": "HPU", "mps": "MPS", "xpu": "XPU"}
 _DEVICES[torch._C._get_privateuse1_backend_name()] = "PrivateUse1"
-AUTOCAST_KEYS = {
-    k: f"Autocast{name}" for k, name in _DEVICES.items() if hasattr(torch._C.DispatchKey, f"Autocast{name}")
-}
+AUTOCAST_KEYS = {kind: f"Autocast{name}" for kind, name in _DEVICES.items()}
+AUTOCAST_KEYS = {kind: key for kind, key in AUTOCAST_KEYS.items() if hasattr(torch._C.DispatchKey, key)}
 """The dispatch keys of autocast by device type."""
 _AUTOCAST = functools.reduce(
     operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)) for key in AUTOCAST_KEYS.values())

@@ -33,9 +33,7 @@ def check_packed(k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
     checks.tensors(k8=k8, u8=u8, v8=v8, scales=scales)
     for name, tensor in (("k8", k8), ("u8", u8), ("v8", v8)):
         if tensor.dtype != E4M3:
-            raise TypeError(
-                f"{name} has dtype {checks.name_of(tensor.dtype)}; supported: float8_e4m3fn, as quantize.pack_fp8 packs"
-            )
+            raise TypeError(f"{name} has dtype {checks.name_of(tensor.dtype)}; supported: float8_e4m3fn")
     if scales.dtype != torch.float32:
         raise TypeError(f"scales has dtype {checks.name_of(scales.dtype)}; supported: float32")
     checks.weight_shape(k8, "k8")

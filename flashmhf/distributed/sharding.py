@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -52,9 +51,8 @@ def _check_even(name: str, shape: Sequence[int], mesh: DeviceMesh, placements: S
         ranks = _ranks(mesh, placements, dim)
         if shape[dim] % ranks:
             what = f"its heads, H = {shape[dim]}," if dim == head_dim else f"dimension {dim} of size {shape[dim]}"
-            raise NotImplementedError(
-                f"{name} is sharded over {what} on a mesh of size {ranks}; supported: sizes that divide {shape[dim]}"
-            )
+            found = f"{name} is sharded over {what} on a mesh of size {ranks}"
+            raise NotImplementedError(f"{found}; supported: sizes that divide {shape[dim]}")
 
 
 def _named_operands(schema: OpSchema) -> dict[str, OpStrategy]:
@@ -115,24 +113,21 @@ def _dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     if "needs" in kwargs:
         info.schema.kwargs_schema["needs"] = tuple(kwargs["needs"])
     specs = zip(info.schema.args_schema, info.local_args, strict=True)
-    info.schema.args_schema = tuple(
-        _with_dtype_of(local, spec) if isinstance(spec, DTensorSpec) else spec for spec, local in specs
-    )
+    info.schema.args_schema = tuple(_with_dtype_of(local, spec) for spec, local in specs)
     info.schema._recompute_comparison_key()
     dispatcher.sharding_propagator.propagate(info)
     sharding = info.output_sharding
     if sharding.needs_redistribute:
-        dispatcher.redistribute_local_args(
-            info, sharding.redistribute_schema, sharding.use_val_from_redistribute_schema
-        )
+        how = sharding.redistribute_schema, sharding.use_val_from_redistribute_schema
+        dispatcher.redistribute_local_args(info, *how)
     local = info.local_args
     if info.args_tree_spec:
         local = torch.utils._pytree.tree_unflatten(local, info.args_tree_spec)
     return dispatcher.wrap(op(*local, **info.local_kwargs), sharding.output_spec)
 
 
-def _with_dtype_of(local: Tensor, spec: DTensorSpec) -> DTensorSpec:
-    if spec.tensor_meta.dtype == local.dtype:
+def _with_dtype_of(local: Any, spec: Any) -> Any:
+    if not isinstance(spec, DTensorSpec) or spec.tensor_meta.dtype == local.dtype:
         return spec
     return DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
 

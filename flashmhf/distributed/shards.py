@@ -73,16 +73,14 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
 
     ``network`` is a FlashMHF, MHFFN, ParametricKV or Fp8FlashMHF; one on the meta device gets empty weights on the
     default device. ``prefix`` stands before names in messages. Parameters are divided as ``SHARDED`` of the class says,
-    buffers become parameters, and all get a ``weight_loader`` (:func:`loadable`), so that a whole checkpoint loads into
-    every rank.
+    buffers become parameters, and all get a ``weight_loader`` (:func:`loadable`), which takes a checkpoint's tensors.
 
     Raises ValueError if the ranks do not divide the heads and for weights that are offloaded, parametrised or held by
     an adapter, TypeError for another network, NotImplementedError for skip_linear=True.
     """
     if not isinstance(network, _NETWORKS):
-        raise TypeError(
-            f"network is a {type(network).__name__}; supported: {', '.join(kind.__name__ for kind in _NETWORKS)}"
-        )
+        supported = ", ".join(kind.__name__ for kind in _NETWORKS)
+        raise TypeError(f"network is a {type(network).__name__}; supported: {supported}")
     if network.in_proj is None:
         raise NotImplementedError("skip_linear is True; supported: False")
     for name, part in network.named_modules():

@@ -29,8 +29,6 @@ def served_feed_forward(config, rank: Rank = Rank(), prefix: str = "") -> nn.Mod
     if stored.get("quant_method") == METHOD:
         record = FlashMHFRecord.from_dict(stored)  # refuses what this version does not load
         if record.networks or record.fp8 is not True:
-            raise NotImplementedError(
-                "networks of other sizes or partly in FP8; supported: all as the configuration says"
-            )
+            raise NotImplementedError("networks of other sizes or partly in FP8; supported: all as configured")
         network = Fp8FlashMHF(network)
     return shard(network, rank, prefix)

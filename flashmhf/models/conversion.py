@@ -23,7 +23,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from ..checks import divisor, positive
+from ..checks import divisor, expect_shape, positive
 from ..nn import convert
 from ..nn.init import INITIALIZER_RANGE, OfficialInit
 from ..nn.weights import mark_drawn
@@ -101,12 +101,9 @@ def _official_init(official: Mapping[str, object], settings: Mapping[str, object
 def _check_sizes(prefix: str, official: Mapping[str, Tensor], config: FlashMHFConfig) -> None:
     """Raise ValueError if one network's official weights have other sizes than the configuration."""
     heads, kv_heads = config.ffn_num_heads, config.ffn_num_kv_heads or config.ffn_num_heads
-    found = list(official["gate_weight"].shape)
-    expected = [config.intermediate_size, config.hidden_size // heads * kv_heads]
-    if found != expected:
-        raise ValueError(
-            f"{prefix}gate_weight has shape {found}; expected {expected} ([d_ff, H_kv d_h] of the configuration)"
-        )
+    expected = (config.intermediate_size, config.hidden_size // heads * kv_heads)
+    meaning = "[d_ff, H_kv d_h] of the configuration"
+    expect_shape(f"{prefix}gate_weight", official["gate_weight"], expected, meaning)
 
 
 def _converted(state: Mapping[str, Tensor], config: FlashMHFConfig, scales: tuple[float, float]) -> dict[str, Tensor]:
@@ -164,9 +161,8 @@ def load_official(
 ) -> FlashMHFPreTrainedModel:
     """Load an official checkpoint directory as our model, in eval mode on the CPU.
 
-    Read are config.json, generation_config.json, and the weights by the names that transformers takes. dtype: None for
-    the stored one. model_class: a FlashMHFFor... class, for the official models with other heads. Raises
-    FileNotFoundError if there are no weights, ValueError for missing and for unknown ones, and what
+    dtype: None for the stored one. model_class: a FlashMHFFor... class, for the official models with other heads.
+    Raises FileNotFoundError if there are no weights, ValueError for missing and for unknown ones, and what
     :func:`config_from_official` and :func:`flashmhf.convert.from_official` raise.
     """
     directory = Path(directory)

@@ -21,9 +21,7 @@ class _RefuseNotFinite(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not scores.isfinite().all():
-            raise ValueError(
-                "the model's logits are not finite: its weights are damaged, or its dtype has too small a range"
-            )
+            raise ValueError("the model's logits are not finite: damaged weights, or a dtype of too small a range")
         return scores
 
 

@@ -27,9 +27,9 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
     """Load a causal language model with all of its weights, on the CPU and in eval mode.
 
     ``directory`` is what ``save_pretrained`` wrote (also after :func:`flashmhf.replace_ffn` and in FP8), an official
-    checkpoint, or a name of the hub; ``dtype`` None keeps the stored one. Weights that are missing or that the model
-    has not, of which ``from_pretrained`` only warns, are refused. Raises ValueError for a configuration or weights that
-    do not fit, OSError if there is no model, NotImplementedError for official settings without a counterpart.
+    checkpoint, or a name of the hub; ``dtype`` None keeps the stored one. Raises ValueError for a configuration or
+    weights that do not fit, also for missing and unknown ones, of which ``from_pretrained`` only warns, OSError if
+    there is no model, NotImplementedError for official settings without a counterpart.
     """
     try:
         if is_official(directory):
@@ -45,9 +45,8 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
     except (torch.OutOfMemoryError, NotImplementedError):  # RuntimeErrors both
         raise
     except (StrictDataclassError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"the configuration in {directory} is not that of a model: {error.__cause__ or error}"
-        ) from error
+        reason = error.__cause__ or error
+        raise ValueError(f"the configuration in {directory} is not that of a model: {reason}") from error
     # RuntimeError: tensors of other shapes
     except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"the weights in {directory} do not load: {str(error) or 'a file is empty'}") from error

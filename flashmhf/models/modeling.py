@@ -45,10 +45,8 @@ def feed_forward(config: FlashMHFConfig) -> Network:
         case "dense_moe":
             return DenseMoE(d_model, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps)
         case "flashmhf":
-            return FlashMHF(
-                d_model, heads, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps,
-                **operator,
-            )  # fmt: skip
+            sizes = (d_model, heads, config.ffn_num_subnets, config.ffn_subnet_dim)
+            return FlashMHF(*sizes, router_eps=config.ffn_router_eps, **operator)
 
 
 def check_complete(source: object, missing: Iterable[str]) -> None:

@@ -91,12 +91,9 @@ def _table() -> dict[str, Preset]:
     add("1.3b", "flashmhf", 20, 5760, 16, 15, printed=1.321 * GIB)
     for scale, layers, d_ff in (("128m", 10, 2048), ("370m", 21, 2688), ("1.3b", 20, 5760)):
         for head_dim in (64, 256):
-            d_e = default_subnet_dim(head_dim)
+            d_e, heads = default_subnet_dim(head_dim), SCALES[scale].d_model // head_dim
             subnets = round(d_ff / d_e)
-            add(
-                scale, "flashmhf", layers, subnets * d_e, SCALES[scale].d_model // head_dim, subnets,
-                suffix=f"-dh{head_dim}",
-            )  # fmt: skip
+            add(scale, "flashmhf", layers, subnets * d_e, heads, subnets, suffix=f"-dh{head_dim}")
     for ffn in FFN_TYPES:
         heads = None if ffn in ("swiglu", "dense_moe") else 2
         subnets = 2 if ffn in ("dense_moe", "flashmhf") else None

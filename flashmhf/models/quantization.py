@@ -55,10 +55,8 @@ class FlashMHFRecord(QuantizationConfigMixin):
         if others:
             raise ValueError(f"the record of the networks has {sorted(others)}, which this version does not know")
         if layout != LAYOUT:
-            raise ValueError(
-                f"layout of the packed weights is {layout!r}; supported: {LAYOUT}. Pack the weights again with this "
-                "version"
-            )
+            found = f"layout of the packed weights is {layout!r}"
+            raise ValueError(f"{found}; supported: {LAYOUT}. Pack them again with this version")
         if quant_method != METHOD:
             raise ValueError(f"quant_method is {quant_method!r}; supported: {METHOD!r}")
         self.quant_method, self.networks, self.fp8, self.layout = quant_method, networks or {}, fp8, layout
@@ -103,9 +101,8 @@ class FlashMHFQuantizer(HfQuantizer):
     ) -> None:
         record = self.quantization_config
         if record.fp8 and getattr(model.config, "distributed_config", None) is not None:
-            raise NotImplementedError(
-                "an FP8 model on several processes (tp_plan, distributed_config); supported: one process, device_map"
-            )
+            found = "an FP8 model on several processes (tp_plan, distributed_config)"
+            raise NotImplementedError(f"{found}; supported: one process, device_map")
         _build(model, record, self.pre_quantized)
         _check_dtypes(_networks(model, Fp8FlashMHF), checkpoint_files or ())
 
@@ -231,9 +228,7 @@ def described(model: PreTrainedModel, changes: bool = False) -> FlashMHFRecord |
     if not (networks or packed or changes):
         return None
     if _method(config) not in (None, METHOD):
-        raise ValueError(
-            f"{type(model).__name__} is quantised by {_method(config)!r}; supported: no other method beside"
-        )
+        raise ValueError(f"{type(model).__name__} is quantised by {_method(config)!r}; supported: no other method")
     some = len(packed) < len(_networks(model, FlashMHF | Fp8FlashMHF))
     return FlashMHFRecord(networks=networks, fp8=packed if packed and some else bool(packed))
 

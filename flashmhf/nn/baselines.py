@@ -21,10 +21,9 @@ from .network import Network
 class MHFFN(GroupedHeads):
     """Naive multi-head feed-forward network (paper, section 3.1): the same operator with one sub-network and no gate.
 
-    backend="naive" materialises the H intermediates [T, intermediate_dim], as the paper's comparison does; "reference"
-    does the same. num_kv_heads, q_norm, q_norm_eps, skip_linear, activation: as in :class:`flashmhf.FlashMHF`.
-    State: in_proj.weight, k, u, v [num_kv_heads, intermediate_dim, d_h], out_proj.weight; q_norm.weight [H, d_h] when
-    on. Raises TypeError and ValueError as :class:`flashmhf.FlashMHF` does.
+    backend="naive" materialises the H intermediates [T, intermediate_dim], as the paper's comparison does; all else is
+    as in :class:`flashmhf.FlashMHF`. State: in_proj.weight, k, u, v [num_kv_heads, intermediate_dim, d_h],
+    out_proj.weight; q_norm.weight [H, d_h] when on. Raises TypeError and ValueError as FlashMHF does.
     """
 
     def __init__(

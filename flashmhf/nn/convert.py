@@ -44,9 +44,8 @@ def official_activation(config: Mapping[str, object]) -> str:
     if name in SILU:
         return "silu"
     if name not in ACTIVATIONS:
-        raise NotImplementedError(
-            f"hidden_act={name!r} is not supported; supported: {', '.join(map(repr, [*ACTIVATIONS, *SILU[1:]]))}"
-        )
+        supported = ", ".join(map(repr, [*ACTIVATIONS, *SILU[1:]]))
+        raise NotImplementedError(f"hidden_act={name!r} is not supported; supported: {supported}")
     return name
 
 
@@ -117,17 +116,14 @@ def check_official(
     kv_heads = divisor("num_kv_heads", num_kv_heads, "num_heads", heads)
     _check_names(state, {**_STACKED, **_RENAMED}, _optional_names(skip_linear, gated), "the official state dict")
     if not gated and "router" in state:
-        raise ValueError(
-            f"num_subnets is None, but the state dict has a router of shape {list(state['router'].shape)}, [H, d_h, E]"
-        )
+        found = list(state["router"].shape)
+        raise ValueError(f"num_subnets is None, but the state dict has a router of shape {found}, [H, d_h, E]")
     shape = tuple(state["gate_weight"].shape)
     if len(shape) != 2:
         raise ValueError(f"gate_weight has shape {list(shape)}; expected [d_ff, H_kv d_h]")
     if shape[0] % subnets or shape[1] % kv_heads:
-        raise ValueError(
-            f"gate_weight has shape {list(shape)}; expected multiples of num_subnets = {subnets}, "
-            f"num_kv_heads = {kv_heads}"
-        )
+        expected = f"multiples of num_subnets = {subnets}, num_kv_heads = {kv_heads}"
+        raise ValueError(f"gate_weight has shape {list(shape)}; expected {expected}")
     _check_shapes(state, {name: (shape, "gate_weight's shape") for name in _STACKED})
     shared = _shared_shapes(heads, subnets, shape[1] // kv_heads)
     _check_shapes(state, {theirs: shared[ours] for theirs, ours in _RENAMED.items()})
@@ -166,9 +162,7 @@ def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     _check_names(state, known, _optional_names(skip_linear, gated), "the state dict")
     shape = tuple(state["k"].shape)
     if len(shape) not in (3, 4) or not all(shape):
-        raise ValueError(
-            f"k has shape {list(shape)}; expected [H_kv, E, d_e, d_h], or [H_kv, d_ff, d_h] without a router"
-        )
+        raise ValueError(f"k has shape {list(shape)}; expected [H_kv, E, d_e, d_h], or [H_kv, d_ff, d_h] and no router")
     if not gated and "router" in state:
         raise ValueError(f"k has shape {list(shape)}, but there is a router; expected [H_kv, E, d_e, d_h]")
     kv_heads, subnets, head_dim = shape[0], shape[1] if gated else 1, shape[-1]
@@ -176,9 +170,7 @@ def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     heads = next((len(state[name]) for name in ("router", "q_norm.weight") if name in state), None)
     heads = len(state["in_proj.weight"]) // head_dim if heads is None and not skip_linear else heads or kv_heads
     if heads % kv_heads:
-        raise ValueError(
-            f"k has shape {list(shape)}, H_kv = {kv_heads}; it must divide H = {heads}, which the other weights have"
-        )
+        raise ValueError(f"k has shape {list(shape)}; H_kv = {kv_heads} must divide H = {heads} of the other weights")
     _check_shapes(state, {name: (shape, "k's shape") for name in ("u", "v")} | _shared_shapes(heads, subnets, head_dim))
     result = {theirs: state[ours] for theirs, ours in _RENAMED.items() if ours in state}
     for theirs, ours in _STACKED.items():

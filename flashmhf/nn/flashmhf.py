@@ -35,17 +35,14 @@ class FlashMHF(GroupedHeads):
 
     Args:
         d_model: the width of the model, d_model = H d_h. num_heads: H, a divisor of d_model.
-        num_subnets: E, the number of parallel SwiGLU sub-networks per head.
+        num_subnets: E, the parallel SwiGLU sub-networks per head. router_eps: the eps of their gate's normalisation.
         subnet_dim: d_e, their width; None for 8/3 d_h rounded up to a multiple of 64.
-        router_eps: the eps of the gate's normalisation.
-        num_kv_heads: heads of K, U and V, a divisor of H; None for H. Head h takes head h // (H / num_kv_heads) of
-            them.
+        num_kv_heads: H_kv, the heads of K, U and V, a divisor of H; None for H. Head h takes head h // (H / H_kv).
         q_norm, q_norm_eps: per-head RMS normalisation of Q (official setting; the paper's text has none), and its eps.
         skip_linear: leave out W_in and W_out. bias: give them biases.
         backend, deterministic, activation: as in :func:`flashmhf.flash_mhf`.
 
-    State: in_proj.weight, k, u, v [num_kv_heads, E, d_e, d_h], router [H, d_h, E], out_proj.weight; q_norm.weight [H,
-    d_h].
+    State: in_proj.weight, k, u, v [H_kv, E, d_e, d_h], router [H, d_h, E], out_proj.weight; q_norm.weight [H, d_h].
 
     Raises TypeError for arguments of a wrong type, ValueError for sizes below 1 or that do not divide, an eps that is
     negative or not finite, an unknown activation or back end, and a bias with skip_linear. A call raises ValueError if
@@ -63,9 +60,8 @@ class FlashMHF(GroupedHeads):
         projections = {"bias": bias, "device": device, "dtype": dtype, "skip_linear": skip_linear}
         super().__init__(d_model, num_heads, num_kv_heads, q_norm, q_norm_eps, activation, **projections)
         self.num_subnets = positive("num_subnets", num_subnets)
-        self.subnet_dim = positive(
-            "subnet_dim", default_subnet_dim(self.head_dim) if subnet_dim is None else subnet_dim
-        )
+        subnet_dim = default_subnet_dim(self.head_dim) if subnet_dim is None else subnet_dim
+        self.subnet_dim = positive("subnet_dim", subnet_dim)
         self.router_eps = epsilon("router_eps", router_eps)
         self.backend = check_name(backend)
         self.deterministic = instance("deterministic", deterministic, bool | None, "a bool or None")
@@ -84,7 +80,7 @@ class FlashMHF(GroupedHeads):
         return self.num_kv_heads, self.num_subnets, self.subnet_dim, self.head_dim
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return k, u, v [H_kv, E, d_e, d_h], of parameters of four dimensions or three (flashmhf.integrations.peft)."""
+        """Return k, u, v [H_kv, E, d_e, d_h], also of parameters of three dimensions (flashmhf.integrations.peft)."""
         k, u, v = self.k, self.u, self.v
         if k.dim() != 4:
             k, u, v = (weight.view(self.weight_shape) for weight in (k, u, v))

@@ -40,10 +40,9 @@ def check_matches(x: Tensor, first: nn.Module | Tensor) -> None:
     if x.device != weight.device:
         raise ValueError(f"x is on {x.device} but the module is on {weight.device}; move one of them with .to()")
     if x.dtype != weight.dtype and not torch_private.autocasts(x.device.type):
-        raise TypeError(
-            f"x has dtype {checks.name_of(x.dtype)}; supported: {checks.name_of(weight.dtype)}, the module's dtype; "
-            "module.to(x.dtype) changes it, torch.autocast takes any"
-        )
+        found, supported = map(checks.name_of, (x.dtype, weight.dtype))
+        advice = "module.to(x.dtype) changes it, torch.autocast takes any"
+        raise TypeError(f"x has dtype {found}; supported: {supported}, the module's dtype; {advice}")
 
 
 class HeadRMSNorm(nn.Module):

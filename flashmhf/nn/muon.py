@@ -1,7 +1,6 @@
 """Muon for networks with stacked matrices: momentum whose singular values are made equal, matrix by matrix.
 
-``torch.optim.Muon`` takes two-dimensional parameters only. K, U and V of FlashMHF are [H, E, d_e, d_h]: one matrix per
-sub-network.
+``torch.optim.Muon`` takes two-dimensional parameters only. K, U and V of FlashMHF [H, E, d_e, d_h] are H E matrices.
 """
 
 from __future__ import annotations
@@ -78,10 +77,8 @@ def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
     meshes = [mesh if mesh.ndim == 1 else DeviceMesh.from_group(mesh.get_group(dim), mesh.device_type) for dim in cut]
 
     def moved(local: Tensor, level: int, whole: tuple[int, ...], source: int, target: int) -> Tensor:
-        stride = torch.empty(whole, device="meta").stride()
-        tensor = DTensor.from_local(
-            local, meshes[level], [Shard(source)], run_check=False, shape=torch.Size(whole), stride=stride
-        )
+        sizes = {"shape": torch.Size(whole), "stride": torch.empty(whole, device="meta").stride()}
+        tensor = DTensor.from_local(local, meshes[level], [Shard(source)], run_check=False, **sizes)
         return tensor.redistribute(placements=[Shard(target)]).to_local()
 
     x, ways = shards.to(_precision(shards)), []
@@ -106,9 +103,8 @@ class Muon(torch.optim.Optimizer):
     Args:
         params: groups with the key "muon". lr and weight_decay (decoupled) are for groups without their own; lr may be
             a tensor that a captured CUDA graph reads.
-        momentum: of Muon, at least 0 and below 1. betas, eps: AdamW's.
+        momentum: of Muon, at least 0 and below 1. betas, eps: AdamW's. capturable: by a CUDA graph.
         fused: whether AdamW's fused kernel runs; None runs it for groups whose parameters are all on a GPU.
-        capturable: whether a CUDA graph can capture the step.
 
     Raises ValueError for a group without "muon", a vector in a Muon group, amsgrad, differentiable, maximize in a Muon
     group, and the state of another optimizer; TypeError for integers or complex numbers in a Muon group. A step raises
@@ -120,11 +116,8 @@ class Muon(torch.optim.Optimizer):
         *, momentum: float = 0.95, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
         fused: bool | None = None, capturable: bool = False,
     ):  # fmt: skip
-        for name, value in (
-            ("lr", float(lr) if isinstance(lr, Tensor) else lr),
-            ("weight_decay", weight_decay),
-            ("eps", eps),
-        ):
+        epsilon("lr", float(lr) if isinstance(lr, Tensor) else lr)
+        for name, value in (("weight_decay", weight_decay), ("eps", eps)):
             epsilon(name, value)
         for name, value in (("momentum", momentum), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
             if not epsilon(name, value) < 1:
@@ -135,9 +128,7 @@ class Muon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "muon" not in param_group:
-            supported = (
-                "groups with the key, such as those of flashmhf.param_groups(model, lr, weight_decay, muon=True)"
-            )
+            supported = "groups with the key, as of flashmhf.param_groups(model, lr, weight_decay, muon=True)"
             raise ValueError(f"params: a group has no key 'muon'; supported: {supported}")
         super().add_param_group(param_group)
         group = self.param_groups.pop()  # put back below, if it passes the checks

@@ -79,9 +79,8 @@ class Network(Contiguous):
         """Draw the weights anew. An argument that is None keeps its last value.
 
         init: "balanced" (the first, but for ParametricKV), "official" or "normal" (flashmhf.nn.init).
-        initializer_range: the standard deviation of "normal", and of the router under "balanced" (0.02). num_layers:
-        how many networks the model has (1). official: the gains of "official". Raises TypeError for arguments of a
-        wrong type, ValueError for an unknown init, a negative range and num_layers below 1.
+        initializer_range: the deviation of "normal", and of the router under "balanced" (0.02). num_layers: how many
+        networks the model has (1). official: the gains of "official". Raises TypeError and ValueError for other values.
         """
         given = {"init": init, "initializer_range": initializer_range, "num_layers": num_layers, "official": official}
         changed = {name: value for name, value in given.items() if value is not None}

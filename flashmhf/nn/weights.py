@@ -18,20 +18,14 @@ def check_held(name: str, module: nn.Module, empty: bool = False, offloaded: boo
         if part.rpartition(".")[2] == "base_layer" or hasattr(each, "base_layer"):
             raise ValueError(f"{part} is held by an adapter; supported: modules without, as after merge_and_unload()")
         if hasattr(each, "parametrizations"):
-            raise ValueError(
-                f"{part} has parametrised weights; supported: plain parameters, as after "
-                "torch.nn.utils.parametrize.remove_parametrizations"
-            )
+            supported = "plain parameters, as after torch.nn.utils.parametrize.remove_parametrizations"
+            raise ValueError(f"{part} has parametrised weights; supported: {supported}")
     for _, each in () if offloaded else parts:
         if getattr(getattr(each, "_hf_hook", None), "offload", False):
-            raise ValueError(
-                f"{shown} is offloaded; supported: models loaded without offloading (device_map, cpu_offload)"
-            )
+            raise ValueError(f"{shown} is offloaded; supported: models loaded without offloading (device_map)")
     if not empty and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        raise ValueError(
-            f"{shown} has no values, its weights are on the meta device; supported: weights that are loaded or drawn, "
-            "and not offloaded"
-        )
+        supported = "weights that are loaded or drawn, and not offloaded"
+        raise ValueError(f"{shown} has no values, its weights are on the meta device; supported: {supported}")
 
 
 def mark_drawn(module: nn.Module) -> None:

@@ -42,10 +42,8 @@ def check_operands(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor
     checks.floating("q", q)
     checks.expect_device("q", q, k8, of="k8")
     if q.dim() < 2 or q.shape[-2] < 1 or q.shape[-2] % k8.shape[0] or q.shape[-1] != k8.shape[3]:
-        raise ValueError(
-            f"q has shape {list(q.shape)}; expected [..., H, d_h] with H a multiple of H_kv = {k8.shape[0]} and "
-            f"d_h = {k8.shape[3]} from k8"
-        )
+        expected = f"H a multiple of H_kv = {k8.shape[0]} and d_h = {k8.shape[3]} from k8"
+        raise ValueError(f"q has shape {list(q.shape)}; expected [..., H, d_h] with {expected}")
 
 
 def _fake(call: Call) -> Tensor:
@@ -76,11 +74,6 @@ def _in_graph(call: Call) -> Tensor | None:
 
 _OPERANDS = "Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales"
 _SETTINGS = '*, str backend="auto"'
-define(
-    "fp8_forward", f"({_OPERANDS}, Tensor? r=None, {_SETTINGS}) -> Tensor", _forward, values, _fake, _in_graph,
-    casts="q",
-)  # fmt: skip
-define(
-    "fp8_gated_forward", f"({_OPERANDS}, Tensor w, float eps, {_SETTINGS}) -> Tensor", _gated_forward, values, _fake,
-    _in_graph, casts="q",
-)  # fmt: skip
+_PLAIN, _GATED = (f"({_OPERANDS}, {gate}, {_SETTINGS}) -> Tensor" for gate in ("Tensor? r=None", "Tensor w, float eps"))
+define("fp8_forward", _PLAIN, _forward, values, _fake, _in_graph, casts="q")
+define("fp8_gated_forward", _GATED, _gated_forward, values, _fake, _in_graph, casts="q")

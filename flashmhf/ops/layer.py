@@ -58,18 +58,14 @@ def _check(x: Tensor, weights: LayerWeights) -> None:
     kv_heads, _, _, head_dim = networks[0].shape
     inner = in_proj.w.shape[0] if in_proj.w.dim() == 2 else 0
     if not inner or inner % (kv_heads * head_dim):
-        raise ValueError(
-            f"in_w has shape {list(in_proj.w.shape)}; expected [H d_h, d_model] with a multiple of "
-            f"H_kv d_h = {kv_heads * head_dim} from {name}"
-        )
+        expected = f"[H d_h, d_model] with a multiple of H_kv d_h = {kv_heads * head_dim} from {name}"
+        raise ValueError(f"in_w has shape {list(in_proj.w.shape)}; expected {expected}")
     if out_proj.w.dim() != 2 or out_proj.w.shape[1] != inner:
-        raise ValueError(
-            f"out_w has shape {list(out_proj.w.shape)}; expected [d_model, H d_h] with H d_h = {inner} from in_w"
-        )
+        expected = f"[d_model, H d_h] with H d_h = {inner} from in_w"
+        raise ValueError(f"out_w has shape {list(out_proj.w.shape)}; expected {expected}")
     if x.dim() < 1 or x.shape[-1] != in_proj.w.shape[1]:
-        raise ValueError(
-            f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {in_proj.w.shape[1]} from in_w"
-        )
+        expected = f"[..., d_model] with d_model = {in_proj.w.shape[1]} from in_w"
+        raise ValueError(f"x has shape {list(x.shape)}; expected {expected}")
     checks.not_negative("q_norm_eps", q_norm_eps)
     for end, projection in (("in", in_proj), ("out", out_proj)):
         checks.projection(end, projection.w, projection.bias, x)

@@ -26,8 +26,7 @@ def define(
     Args:
         describe: takes the arguments and returns the call that they make, which the others take.
         values, fake: run it on every device, with the same checks as returning tensors of the results' shapes.
-        in_graph: runs it on fake tensors by a back end's operator, which Inductor then calls without Python, or returns
-            None.
+        in_graph: runs it on fake tensors by a back end's operator, which Inductor calls without Python, or gives None.
         autograd: runs above autograd; None for an operator of inference, which refuses inputs that require a gradient.
         casts: the tensor arguments that autocast casts. Nothing inside the operator is cast again.
     """
@@ -76,9 +75,7 @@ def _without_gradients(name: str, op: Callable[..., Tensor]) -> Callable[..., Te
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         if differentiated or torch_private.differentiated_by_functorch(*given) or torch_private.has_tangent(*given):
-            raise NotImplementedError(
-                f"{name}: an input requires a gradient, and it has none; supported: inference, under torch.no_grad()"
-            )
+            raise NotImplementedError(f"{name}: an input requires a gradient; supported: inference, torch.no_grad()")
         with torch_private.below_autograd():
             return op(*args, **kwargs)
 

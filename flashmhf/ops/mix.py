@@ -82,7 +82,7 @@ def _gated_backward(
 
 
 def check(call: Call) -> None:
-    """Raise for operands that do not belong together. The definition reads any strides, such as those of vmap's."""
+    """Raise for operands that do not belong together. The definition reads any strides, such as vmap's."""
     q, k, u, v, r, backend, settings, grad_out = call
     contiguous = backend != REFERENCE
     checks.activation(settings.activation)
@@ -154,13 +154,11 @@ def _dispatch(call: Call) -> Result:
     return backward.default(grad_out, *operands, deterministic, **how)
 
 
-# Autograd: the inputs are all that is saved; first derivatives in reverse mode only. backend="reference" runs here,
-# above autograd
+# Autograd: the inputs are all that is saved; first derivatives in reverse mode only. The definition runs above it
 
 _UNSUPPORTED_DERIVATIVE = (
     "flashmhf has first derivatives in reverse mode only (backward, torch.autograd.grad): {what} is not supported. "
-    'backend="reference" computes the same function from operations that PyTorch differentiates and transforms in '
-    "every way"
+    'backend="reference" computes the same from operations that PyTorch differentiates and transforms in every way'
 )
 
 
@@ -228,8 +226,7 @@ register_vmap("backward")
 register_vmap("gated_backward")
 
 
-# What Python calls: the dispatcher's operators, or the definition without the dispatcher, which exporters see operation
-# by operation
+# What Python calls: the dispatcher's operators, or the definition without the dispatcher, as exporters want it
 
 
 def _definition(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, activation: str) -> Tensor:
@@ -253,8 +250,7 @@ def flash_mhf(
         k, u, v: [H_kv, E, d_e, d_h], contiguous, q's dtype. Head h of q takes head h // (H / H_kv).
         r: gate values [..., H, E], float32 or q's dtype; None stands for weights of 1.
         backend: "auto" (the first of hopper, triton, eager that supports the call), one of these, or "reference": the
-            definition, which materialises T x d_ff and which PyTorch differentiates, transforms and exports in every
-            way.
+            definition, which materialises T x d_ff and which PyTorch differentiates and transforms in every way.
         deterministic: whether gradients are bitwise equal from run to run; None follows
             ``torch.are_deterministic_algorithms_enabled()``, read now.
         activation: "silu" (the paper's), "gelu" (with erf), "relu" or "relu2" (its square); hopper has "silu" only.

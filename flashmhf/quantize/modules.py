@@ -55,21 +55,15 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
     def __init__(self, network: FlashMHF) -> None:
         checks.instance("network", network, FlashMHF, "a flashmhf.FlashMHF")
         if name := own_method(network):
-            raise NotImplementedError(
-                f"network is a {type(network).__name__} with a {name} of its own; supported: FlashMHF's {name}"
-            )
+            found = f"network is a {type(network).__name__} with a {name} of its own"
+            raise NotImplementedError(f"{found}; supported: FlashMHF's {name}")
         check_name(network.backend, names=("auto", *FP8_BACKENDS))
         if network.activation != "silu":
             raise ValueError(f"activation is {network.activation!r}; supported in FP8: 'silu'")
         if any(map(torch_private.is_dtensor, network.parameters())):
-            raise NotImplementedError(
-                "network has DTensor parameters; supported: plain ones, before parallelize or fully_shard"
-            )
-        # such as the all-reduce of flashmhf.distributed.shard
-        if network._forward_hooks or network._forward_pre_hooks:
-            raise NotImplementedError(
-                "network has forward hooks, which its FP8 module would lose; supported: hooks registered afterwards"
-            )
+            raise NotImplementedError("network has DTensors; supported: networks before parallelize or fully_shard")
+        if network._forward_hooks or network._forward_pre_hooks:  # such as the all-reduce of flashmhf.distributed.shard
+            raise NotImplementedError("network has forward hooks, which would be lost; supported: hooks set afterwards")
         super().__init__()
         for name in _KEPT:
             setattr(self, name, getattr(network, name))
@@ -116,9 +110,8 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
         for name in self.fixed:
             stored, own = state_dict.get(prefix + name), getattr(self, name)
             if isinstance(stored, Tensor) and stored.dtype != own.dtype:
-                raise TypeError(
-                    f"{prefix}{name} has dtype {checks.name_of(stored.dtype)}; supported: {checks.name_of(own.dtype)}"
-                )
+                found, supported = map(checks.name_of, (stored.dtype, own.dtype))
+                raise TypeError(f"{prefix}{name} has dtype {found}; supported: {supported}")
         stored = state_dict.get(f"{prefix}layout")
         if stored is not None and not (isinstance(stored, Tensor) and stored.is_meta):
             check_layout(stored)

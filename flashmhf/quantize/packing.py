@@ -20,8 +20,7 @@ class PackedWeights:
     """Hold K, U and V in e4m3 with their scales, as :func:`pack_fp8` returns them.
 
     k8, u8: [H_kv, E, d_e, d_h], v8: [H_kv, E, d_h, d_e], last dimension permuted in blocks of 16. scales: [3, H_kv, E]
-    fp32; those of k8 are equal within a head. layout: the version of this order. Raises TypeError for what is not a
-    tensor.
+    fp32; those of k8 are equal within a head. layout: the version of this order. Raises TypeError for non-tensors.
     """
 
     k8: Tensor
@@ -42,18 +41,14 @@ def check_layout(stored: Tensor) -> None:
     """Raise TypeError if ``stored`` is not a tensor, ValueError if it is another layout version than this one's."""
     checks.tensors(layout=stored)
     if stored.numel() != 1 or stored.item() != LAYOUT:
-        raise ValueError(
-            f"layout is {stored.tolist()}; supported: [{LAYOUT}]. Pack the weights again with this version"
-        )
+        raise ValueError(f"layout is {stored.tolist()}; supported: [{LAYOUT}]. Pack again with this version")
 
 
 def operands(packed: PackedWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the tensors of ``packed``. Raises TypeError unless it is PackedWeights, ValueError for another layout."""
     checks.instance("packed", packed, PackedWeights, "a flashmhf.quantize.PackedWeights")
     if packed.layout != LAYOUT:
-        raise ValueError(
-            f"packed has layout {packed.layout}; supported: {LAYOUT}. Pack the weights again with this version"
-        )
+        raise ValueError(f"packed has layout {packed.layout}; supported: {LAYOUT}. Pack again with this version")
     return packed.tensors
 
 
@@ -63,16 +58,13 @@ def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
 
     A scale follows the root mean square of its sub-network's weights, and grows where the largest would saturate or,
     for K and U, a row's norm would exceed 180. Weights that are not finite become NaN. Raises TypeError for wrong
-    dtypes and non-tensors, ValueError for wrong shapes, devices and strides, and for d_e or d_h that are not multiples
-    of 16.
+    dtypes and non-tensors, ValueError for shapes (d_e and d_h are multiples of 16), devices and strides.
     """
     checks.strided(k=k, u=u, v=v)
     checks.weight_operands(k, u, v)
     for size, name in zip(k.shape[2:], ("d_e", "d_h"), strict=True):
         if size % BLOCK:
-            raise ValueError(
-                f"k has shape {list(k.shape)}; supported: d_e and d_h that are multiples of {BLOCK}, {name} is {size}"
-            )
+            raise ValueError(f"k has shape {list(k.shape)}; supported: multiples of {BLOCK}, {name} is {size}")
 
     k, u, v = (w.where(w.isfinite(), torch.nan) for w in (k.float(), u.float(), v.float()))
 

@@ -109,15 +109,12 @@ def check_layout(q: Tensor, r: Tensor | None, **weights: Tensor) -> None:
     """Raise ValueError for a tensor that the kernels cannot read where it lies, by its name."""
     reason = _unreadable(q) if q.numel() else None
     if reason is not None:
-        raise ValueError(
-            f"q cannot be read in place by the hopper back end: {reason}; pass q.contiguous() or backend='triton'"
-        )
+        advice = "pass q.contiguous() or backend='triton'"
+        raise ValueError(f"q cannot be read in place by the hopper back end: {reason}; {advice}")
     for name, x in weights.items():
         if not _is_aligned(x):
-            raise ValueError(
-                f"{name} has storage offset {x.storage_offset()}; the hopper back end supports multiples of "
-                f"{TMA_ALIGNMENT} bytes"
-            )
+            supported = f"the hopper back end supports multiples of {TMA_ALIGNMENT} bytes"
+            raise ValueError(f"{name} has storage offset {x.storage_offset()}; {supported}")
     if r is not None and r.shape[-1] > 1 and r.stride(-1) != 1:
         raise ValueError(f"r has stride {r.stride(-1)} in its last dimension; the hopper back end supports 1")
 
