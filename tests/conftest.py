@@ -117,6 +117,15 @@ def needs_hopper(request) -> None:
     skip_unless_usable(request.param, flashmhf.info().reasons[request.param])
 
 
+@pytest.fixture
+def mesh(tmp_path) -> Iterator[object]:
+    """A device mesh of this process alone."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """A module's tests on one thread: with models so small, several mostly wait for each other."""

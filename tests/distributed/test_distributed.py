@@ -1,18 +1,15 @@
 """Several processes over gloo against one: sharding rules, plans, training steps, checkpoints. The cases are in
 distributed_runs.py."""
 
-import contextlib
 from pathlib import Path
 
 import pytest
 import torch
 from processes import run_python
 from torch import nn
-from torch.nn.utils import parametrize
 
 import flashmhf
 from flashmhf import quantize
-from flashmhf.integrations.peft import stack_weights
 
 RUNS = Path(__file__).with_name("distributed_runs.py")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
@@ -127,73 +124,16 @@ def test_operators_know_dtensor_and_the_flop_counter_whoever_has_looked_for_them
     run_python("-W", "error::UserWarning:flashmhf", "-c", code)
 
 
-class Doubled(nn.Module):
-    def forward(self, x):
-        return 2 * x
-
-
 class Quantised(torch.Tensor):
     """What torchao's tensors are: a class of their own around others."""
 
 
-def _offloaded(network):
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.cpu_offload(network, execution_device="cpu")
-
-
-def _adapted(network):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["in_proj"])
-    peft.inject_adapter_in_model(config, network)
-
-
-HELD = {
-    "is offloaded": _offloaded,
-    "is held by an adapter": _adapted,
-    "has parametrised weights": lambda network: parametrize.register_parametrization(network, "k", Doubled()),
-}
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [(call, message) for call in ("parallelize", "a model", "shard") for message in HELD]
-    + [("stack_weights", message) for message in HELD if "adapter" not in message],  # of W_in, which it leaves alone
-)
-def test_weights_that_are_not_the_modules_own_are_refused_and_stay(call, message, tmp_path):
-    network = flashmhf.FlashMHF(64, 2, 2, 16)
-    HELD[message](network)
-    model = nn.Sequential(network)
-    before = [id(parameter) for parameter in model.parameters()]
-    with one_process(tmp_path) as mesh, pytest.raises(ValueError, match=f"{message}.*; supported: "):
-        match call:
-            case "parallelize":
-                flashmhf.distributed.parallelize(network, mesh)
-            case "a model":
-                flashmhf.distributed.parallelize(model, mesh)
-            case "shard":
-                flashmhf.distributed.shard(network, flashmhf.distributed.Rank())
-            case _:
-                stack_weights(network)
-    assert [id(parameter) for parameter in model.parameters()] == before
-
-
-def test_quantised_weights_are_refused_by_name(tmp_path):
+def test_quantised_weights_are_refused_by_name(mesh):
     fp8 = nn.Sequential(flashmhf.FlashMHF(128, 2, 2, 32), quantize.to_fp8(flashmhf.FlashMHF(128, 2, 2, 32)))
     other = nn.Sequential(flashmhf.FlashMHF(64, 2, 2, 16))
     weight = torch.zeros(64, 64).as_subclass(Quantised)
     other[0].in_proj.weight = nn.Parameter(weight, requires_grad=False)
-    with one_process(tmp_path) as mesh:
-        with pytest.raises(NotImplementedError, match="1 is a network in FP8; supported: 16 and 32 bits"):
-            flashmhf.distributed.parallelize(fp8, mesh)
-        with pytest.raises(NotImplementedError, match="0.in_proj.weight is a Quantised; supported: plain tensors"):
-            flashmhf.distributed.parallelize(other, mesh)
-
-
-@contextlib.contextmanager
-def one_process(folder: Path):
-    dist = torch.distributed
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    try:
-        yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
+    with pytest.raises(NotImplementedError, match="1 is a network in FP8; supported: 16 and 32 bits"):
+        flashmhf.distributed.parallelize(fp8, mesh)
+    with pytest.raises(NotImplementedError, match="0.in_proj.weight is a Quantised; supported: plain tensors"):
+        flashmhf.distributed.parallelize(other, mesh)

@@ -6,16 +6,15 @@ import shutil
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from official import write_official  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from small_models import foreign, tiny, write_official  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import flashmhf  # noqa: E402
 from flashmhf import quantize  # noqa: E402
 from flashmhf.models import FlashMHFConfig, FlashMHFForCausalLM, load  # noqa: E402
-from flashmhf.models.presets import preset  # noqa: E402
 from flashmhf_recipes import pretrained, tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,23 +25,15 @@ SAVED = ("own", "swapped", "official", "quantised", "quantised and swapped")
 def made(kind: str) -> torch.nn.Module:
     """A model with random weights, of which no two are alike."""
     if "swapped" in kind:
-        config = transformers.LlamaConfig(
-            vocab_size=512,
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-        )
-        model = transformers.LlamaForCausalLM(config)
+        model = foreign(vocab_size=512)
         flashmhf.replace_ffn(model, num_heads=2)
     else:
-        model = AutoModelForCausalLM.from_config(preset("flashmhf-tiny").config())
+        model = tiny()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     if "quantised" in kind:
         quantize.quantize_(model.requires_grad_(False))
-    return model.eval()
+    return model
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from processes import run_python
+from small_models import tiny
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from flashmhf import models as lm
@@ -22,11 +23,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 PRINTED = [name for name, entry in PRESETS.items() if entry.printed_parameters]
-
-
-def tiny(ffn: str, **overrides) -> FlashMHFForCausalLM:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(preset(f"{ffn}-tiny").config(**overrides))
 
 
 def tokens(batch: int = 2, length: int = 24) -> torch.Tensor:
@@ -94,7 +90,7 @@ def test_a_saved_model_loads_where_flashmhf_is_not_imported(fp8, tmp_path):
     """With trust_remote_code=True, through the module that config.json's auto_map names; saving it again gives the same
     files."""
     saved, again = tmp_path / "saved", tmp_path / "again"
-    model = tiny("flashmhf").eval()
+    model = tiny("flashmhf")
     if fp8:
         quantize.quantize_(model.requires_grad_(False))
     model.save_pretrained(saved)
@@ -177,7 +173,7 @@ def test_initialisation(init, weights, in_proj, out_proj):
 
 @pytest.mark.parametrize("ffn", FFN_TYPES)
 def test_generation_with_and_without_cache(ffn):
-    model = tiny(ffn).eval()
+    model = tiny(ffn)
     prompt, settings = tokens(1, 7), dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
     cached = model.generate(prompt, use_cache=True, **settings)
     assert torch.equal(cached, model.generate(prompt, use_cache=False, **settings))
@@ -244,7 +240,7 @@ def test_a_static_cache_gives_the_same_tokens(ffn, device):
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
     dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}}
     for overrides in ({}, dynamic | {"max_position_embeddings": 12} if ffn == "flashmhf" else {}):
-        model, ids = tiny(ffn, tie_word_embeddings=False, **overrides).eval().to(device), tokens(3, 9).to(device)
+        model, ids = tiny(ffn, tie_word_embeddings=False, **overrides).to(device), tokens(3, 9).to(device)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         expected = model.generate(ids, **settings)

@@ -13,7 +13,6 @@ from flashmhf import backends, quantize, reference, testing
 from flashmhf.backends.eager import fp8 as eager
 from flashmhf.backends.fp8_layout import E4M3, permutation, to_e4m3
 from flashmhf.distributed import Rank, shard
-from flashmhf.integrations.peft import stack_weights
 from flashmhf.testing import SMALL, relative_l2
 
 EXACT_FACTOR = 1.05  # of the error that the quantisation points alone cause
@@ -215,45 +214,6 @@ def test_settings_stay(settings):
         assert {name: getattr(each, name) for name in settings} == settings
     with pytest.raises(ValueError, match="backend is 'reference'; supported: 'auto', 'hopper', 'triton', 'eager'"):
         quantize.to_fp8(flashmhf.FlashMHF(64, 1, 1, 16, backend="reference"))
-
-
-def elsewhere(how: str) -> nn.Module:
-    """A model whose second FlashMHF does not hold its weights."""
-    model = nn.Sequential(*(flashmhf.FlashMHF(128, 2, 3, 32) for _ in range(2)))
-    if how == "meta":
-        model[1].to("meta")
-    elif how == "parametrised":
-        nn.utils.parametrize.register_parametrization(model[1], "k", nn.Identity())
-    elif how == "offloaded":
-        pytest.importorskip("accelerate").cpu_offload(model, "cpu")
-    elif how == "a part":
-        nn.utils.parametrizations.weight_norm(model[1].in_proj)
-    else:
-        peft = pytest.importorskip("peft")
-        stack_weights(model[1])
-        peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[], target_parameters=["1.k"]))
-    return model
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("meta", "1 has no values.*not offloaded"),
-        ("parametrised", "1 has parametrised weights; .*remove_parametrizations"),
-        ("a part", "1.in_proj has parametrised weights; .*remove_parametrizations"),
-        ("offloaded", "0 is offloaded; supported: models loaded without offloading"),
-        ("adapted", "1.base_layer is held by an adapter; .*merge_and_unload"),
-    ],
-)
-def test_weights_that_are_elsewhere_are_refused(how, message):
-    model = elsewhere(how)
-    before = str(model)
-    with pytest.raises(ValueError, match=message):
-        quantize.quantize_(model)
-    assert str(model) == before
-    if how != "adapted":
-        with pytest.raises(ValueError, match=message.partition(" ")[2]):
-            quantize.to_fp8(model[1])
 
 
 def test_the_source_stays_as_it_was():

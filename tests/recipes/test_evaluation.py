@@ -17,7 +17,7 @@ pytest.importorskip("accelerate")
 
 import transformers
 from lm_runs import start
-from official import write_official
+from small_models import write_official
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from flashmhf.models import FFN_TYPES, generation

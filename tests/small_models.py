@@ -1,17 +1,34 @@
-"""Official checkpoints of our models, as the authors' code would have written them."""
+"""Small language models of ours and of transformers, and official checkpoints as the authors' code would write them."""
 
 import json
 from pathlib import Path
 
+import torch
+import transformers
 from safetensors.torch import save_file
 
 from flashmhf import convert
 from flashmhf.models import FlashMHFForCausalLM
+from flashmhf.models.presets import preset
+
+SIZES = dict(vocab_size=64, hidden_size=128, intermediate_size=344, num_hidden_layers=2, num_attention_heads=4)
 
 _SETTINGS = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
     "max_position_embeddings initializer_range rms_norm_eps pad_token_id bos_token_id eos_token_id tie_word_embeddings"
 )
+
+
+def tiny(ffn: str = "flashmhf", **settings: object) -> FlashMHFForCausalLM:
+    torch.manual_seed(0)
+    return FlashMHFForCausalLM(preset(f"{ffn}-tiny").config(**settings)).eval()
+
+
+def foreign(kind: str = "Llama", **settings: object) -> transformers.PreTrainedModel:
+    """Models of other families, with SwiGLU networks."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, "num_key_value_heads": 2, "head_dim": 32, **settings})
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
 
 
 def write_official(model: FlashMHFForCausalLM, directory: Path) -> None:
