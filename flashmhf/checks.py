@@ -222,5 +222,4 @@ def head_norm(q_norm: Tensor | None, x: Tensor, heads: int, head_dim: int) -> No
 
 def upstream_gradient(grad_out: Tensor, q: Tensor) -> None:
     """Refuse a grad_out of another shape, dtype or device than q; any strides will do."""
-    tensors(grad_out=grad_out)
     expect_like("grad_out", grad_out, q, q.shape, "q's shape")

@@ -40,8 +40,7 @@ def backward(
 ) -> int:
     """Count 16 T H d_h E d_e, less what ``needs`` = (tokens, weights) spares; with a router up to 6 T H d_h E more.
 
-    Three products of eight are for any gradient, two for the tokens', three for the weights'; of the router's three
-    products one is for each.
+    Of eight products three are for any gradient, two for the tokens', three for the weights'; of the router's each one.
     """
     tokens, weights = needs
     some = tokens or weights

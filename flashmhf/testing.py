@@ -21,8 +21,7 @@ from . import reference
 LIMITS = {torch.bfloat16: 2.6e-3, torch.float16: 3.5e-4, torch.float32: 1e-5}
 FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6}
 SMALL, SMALL_FACTOR = 4096, 1.5  # tensors of fewer elements: their errors scatter
-# Of so few elements the materialising error is a chance figure and sums can cancel: these limits only reject wrong
-# results.
+# Of so few elements the materialising error is chance and sums can cancel: these limits only reject wrong results.
 TINY, TINY_FACTOR = 256, 4.0
 TINY_LIMITS = {torch.bfloat16: 0.065, torch.float16: 0.009, torch.float32: 2.5e-4, torch.float64: 1e-11}
 

@@ -5,6 +5,7 @@ flashmhf`` imports nothing of DTensor: the rules are registered when one first r
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +34,5 @@ torch_private.DispatchRules.answer("torch.distributed.tensor", "DTensor", _regis
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in ("Rank", "shard"):
-        from . import shards as module
-    else:
-        from . import parallel as module
-
-    return getattr(module, name)
+    module = "shards" if name in ("Rank", "shard") else "parallel"
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

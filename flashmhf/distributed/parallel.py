@@ -81,8 +81,7 @@ class _Placed(ParallelStyle):
     """A module whose parameters have one placement, and whose input and output have another or are equal on every rank.
 
     Replicated modules have DTensor parameters, too: ``clip_grad_norm_`` takes no tensors beside DTensors. PyTorch's
-    RowwiseParallel hands out an embedding's result before its all-reduce is over, and a compiled block then loses the
-    gradient's placement.
+    RowwiseParallel hands out an embedding's result before its all-reduce: a compiled block loses the placement.
     """
 
     def __init__(self, placement: Placement, activations: Placement | None = None) -> None:
@@ -170,8 +169,7 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
 
     Sharded are multi-head and SwiGLU networks (gate_proj, up_proj, down_proj), Llama's attention (q_proj, k_proj,
     v_proj, o_proj), and the embedding and head of a causal model of transformers; all else is replicated. Raises
-    ValueError if ``size`` does not divide heads or widths, if no such network is there or one has parameters of its
-    own, and for another attention.
+    ValueError if ``size`` does not divide them, and for no such network, one with own parameters, another attention.
     """
     size = positive("size", size)
     if not any(isinstance(child, _DIVIDED) for child in model.modules()):

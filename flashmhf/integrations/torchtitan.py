@@ -8,8 +8,7 @@ The override replaces every ``feed_forward`` of a Llama-3 recipe by a FlashMHF n
 FSDP2, tensor and sequence parallelism, activation checkpointing, per-block compilation and checkpoints are torchtitan's
 own. Needs the extra ``flashmhf[titan]`` and Python 3.11.
 
-Do not set ``--checkpoint.last_save_in_hf`` with the override: torchtitan's conversion of a Llama leaves out weights
-that it does not know.
+Do not set ``--checkpoint.last_save_in_hf`` with it: torchtitan's conversion of a Llama leaves out unknown weights.
 """
 
 from __future__ import annotations

@@ -14,14 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import GenerationConfig
-from transformers.utils import (
-    GENERATION_CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from transformers import GenerationConfig, utils
 
 from ..checks import divisor, expect_shape, positive
 from ..nn import convert
@@ -85,8 +78,7 @@ def config_from_official(official: Mapping[str, object]) -> FlashMHFConfig:
 def _official_init(official: Mapping[str, object], settings: Mapping[str, object]) -> dict[str, object]:
     """Return the gains with what the weights take in: the scale of the scores, and initializer_range in units of ours.
 
-    Under apply_dot_scaling_theory the official initialisation divides the square root of the scores' scale out, and the
-    scale of the sum out of V.
+    Under apply_dot_scaling_theory the official code divides the root of the scores' scale out, the sum's out of V.
     """
     gains = {ours: float(settings.get(theirs, 1.0)) for theirs, ours in _GAINS.items()}
     score, _ = convert.official_scales(official)
@@ -138,7 +130,8 @@ def _read_state(directory: Path) -> dict[str, Tensor]:
         # such a file may hold one tensor under two names, which would be trained as one
         return {name: tensor.clone() for name, tensor in torch.load(file, "cpu", weights_only=True).items()}
 
-    ways = ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, load_file), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, unpickle))
+    safe = utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME, load_file
+    ways = safe, (utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME, unpickle)
     for whole, index, read in ways:
         if (directory / whole).is_file():
             return read(directory / whole)
@@ -183,7 +176,7 @@ def load_official(
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its buffers are in no checkpoint
     mark_drawn(model)
     if model.can_generate():  # in transformers 4 settings of the generation were some of the configuration
-        own = (directory / GENERATION_CONFIG_NAME).is_file()
+        own = (directory / utils.GENERATION_CONFIG_NAME).is_file()
         settings = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
         model.generation_config = GenerationConfig.from_pretrained(directory, **settings)
     return model.to(dtype or model.model.embed_tokens.weight.dtype).eval()

@@ -80,8 +80,7 @@ def generate(
         max_new_tokens=min(max_new_tokens, room), eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id, **sampling,
     )  # fmt: skip
-    # transformers would take what ``settings`` leaves open from the model's files, such as beams or a penalty. The view
-    # shares the model's modules.
+    # transformers would take what ``settings`` leaves open from the model's own, such as beams. A view shares modules.
     view = copy.copy(model)
     view.generation_config = GenerationConfig()
     inputs = torch.tensor([ids], device=model.device)

@@ -8,12 +8,7 @@ from collections.abc import Iterable
 
 from torch import nn
 from transformers import GenerationMixin, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
-from transformers.modeling_layers import (
-    GenericForQuestionAnswering,
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-    GradientCheckpointingLayer,
-)
+from transformers import modeling_layers as layers
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -65,7 +60,7 @@ class FlashMHFRotaryEmbedding(FixedDtypes, LlamaRotaryEmbedding):
 
 class FlashMHFDecoderLayer(LlamaDecoderLayer):
     def __init__(self, config: FlashMHFConfig, layer_idx: int):
-        GradientCheckpointingLayer.__init__(self)  # LlamaDecoderLayer's own would allocate a SwiGLU first
+        layers.GradientCheckpointingLayer.__init__(self)  # LlamaDecoderLayer's own would allocate a SwiGLU first
         self.hidden_size = config.hidden_size
         self.self_attn = LlamaAttention(config, layer_idx)
         self.mlp = feed_forward(config)
@@ -94,8 +89,7 @@ class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
 
     def __init__(self, config: FlashMHFConfig):
         LlamaPreTrainedModel.__init__(self, config)
-        # An embedding has no gradient at its padding index: end-of-text would not be learnt where it is the padding
-        # token, too.
+        # An embedding has no gradient at its padding index: end-of-text would not be learnt where it is the padding.
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         self.padding_idx = None if config.pad_token_id in ends else config.pad_token_id
         self.vocab_size = config.vocab_size
@@ -123,13 +117,13 @@ class FlashMHFForCausalLM(FlashMHFPreTrainedModel, LlamaForCausalLM, GenerationM
         return not varies and super()._valid_auto_compile_criteria(*given)
 
 
-class FlashMHFForSequenceClassification(GenericForSequenceClassification, FlashMHFPreTrainedModel):
+class FlashMHFForSequenceClassification(layers.GenericForSequenceClassification, FlashMHFPreTrainedModel):
     """Label a whole sequence from its last token (transformers' head)."""
 
 
-class FlashMHFForTokenClassification(GenericForTokenClassification, FlashMHFPreTrainedModel):
+class FlashMHFForTokenClassification(layers.GenericForTokenClassification, FlashMHFPreTrainedModel):
     """Label every token (transformers' head)."""
 
 
-class FlashMHFForQuestionAnswering(GenericForQuestionAnswering, FlashMHFPreTrainedModel):
+class FlashMHFForQuestionAnswering(layers.GenericForQuestionAnswering, FlashMHFPreTrainedModel):
     """Find start and end of an answer within the sequence (transformers' head)."""

@@ -163,18 +163,15 @@ def _name_in(model: nn.Module, recorded: str) -> str:
 
 def _check_dtypes(networks: Iterable[str], files: Iterable[str]) -> None:
     """Raise ValueError if safetensors files have a packed tensor in another dtype: transformers would convert it."""
-    for file in files if networks else ():
-        if not file.endswith(".safetensors"):
-            continue
+    for file in (each for each in files if networks and each.endswith(".safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118  not a mapping
                 network, _, key = name.rpartition(".")
-                if key in _STORED_DTYPES and any(network.endswith(each) or each.endswith(network) for each in networks):
-                    dtype = opened.get_slice(name).get_dtype()
-                    if dtype != _STORED_DTYPES[key]:
-                        raise ValueError(
-                            f"{name} has dtype {dtype} in the checkpoint; supported: {_STORED_DTYPES[key]}"
-                        )
+                if not any(network.endswith(each) or each.endswith(network) for each in networks):
+                    continue
+                dtype, expected = opened.get_slice(name).get_dtype(), _STORED_DTYPES.get(key)
+                if expected not in (None, dtype):
+                    raise ValueError(f"{name} has dtype {dtype} in the checkpoint; supported: {expected}")
 
 
 def _settings(network: FlashMHF | Fp8FlashMHF) -> dict[str, Any]:

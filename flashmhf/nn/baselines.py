@@ -121,8 +121,7 @@ class DenseMoE(Network):
     """Gated parallel SwiGLU sub-networks without heads (paper, section 4, "Dense-MoE": H = 1, no W_in and W_out).
 
     State: gate_proj.weight, up_proj.weight [E * subnet_dim, d_model], down_proj.weight [d_model, E * subnet_dim],
-    router [d_model, E]. Raises TypeError and ValueError as :class:`flashmhf.FlashMHF` and a call of
-    :class:`flashmhf.SwiGLU` do.
+    router [d_model, E]. Raises TypeError and ValueError as FlashMHF and a call of :class:`flashmhf.SwiGLU` do.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""State dicts of the official modules (``MHFFNMoE``, ``MHFFN``) <-> :class:`flashmhf.FlashMHF`,
-:class:`flashmhf.MHFFN`.
+"""State dicts of the official modules ``MHFFNMoE`` and ``MHFFN`` from and to those of FlashMHF and MHFFN.
 
 Official gate_weight, up_weight, down_weight [d_ff, H_kv d_h], row e * d_e + j and column h * d_h + i, hold k, u, v [h,
 e, j, i]; router is the same; w_self and w_self_2 are in_proj and out_proj; q_norm.weight may be present although
@@ -52,8 +51,7 @@ def official_activation(config: Mapping[str, object]) -> str:
 def official_scales(config: Mapping[str, object]) -> tuple[float, float]:
     """Return an official configuration's factors on Q K^T and Q U^T, and on the sum over the sub-networks, else 1.
 
-    The first is sqrt(H) with apply_dot_scaling, and H with apply_dot_scaling_theory too; the second is sqrt(3/8) with
-    apply_final_scaling.
+    The first is sqrt(H) by apply_dot_scaling, H by apply_dot_scaling_theory; the second sqrt(3/8) by its own.
     """
     settings = official_settings(config)
     heads = positive("num_heads", settings.get("num_heads", 1))

@@ -27,8 +27,7 @@ def check_input(x: Tensor, d_model: int) -> None:
 def check_matches(x: Tensor, first: nn.Module | Tensor) -> None:
     """Refuse an x of another dtype or device than the weights it meets first: those of a linear layer, or a parameter.
 
-    Weights that are not plain parameters, and layers that are hooked, patched or replaced, may convert x and are left
-    to themselves.
+    Weights that are not plain parameters, and layers that are hooked, patched or replaced, may convert x themselves.
     """
     weight = first
     if isinstance(first, nn.Module):

@@ -55,8 +55,7 @@ def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
     """Return :func:`orthogonalise` of N stacked shards [N, ...] of tensors that are placed as ``parameter`` is.
 
     Stacks that are sharded by whole matrices, such as K, U and V by heads, stay where they are. Where the matrices
-    themselves are sharded, an all-to-all gives each rank whole matrices of some of the N tensors, and a second one
-    takes the results back.
+    themselves are sharded, an all-to-all gives each rank whole matrices of some tensors, and a second one takes back.
     """
     if not is_dtensor(parameter):
         return orthogonalise(shards)
@@ -65,8 +64,7 @@ def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
 
     mesh, placements, first = parameter.device_mesh, parameter.placements, parameter.dim() - 2
     cut = [dim for dim, at in enumerate(placements) if getattr(at, "dim", -1) >= first and mesh.size(dim) > 1]
-    # Outermost first. FSDP2 shards what tensor parallelism has sharded, although its mesh dimension comes first: a
-    # strided placement.
+    # Outermost first. FSDP2's mesh dimension comes first, but it shards tensor parallelism's shards: strided placement
     cut.sort(key=lambda dim: (getattr(placements[dim], "split_factor", 1), dim))
     shape, wholes = [*shards.shape[: first + 1], *parameter.shape[first:]], []
     for dim in cut:
@@ -97,8 +95,7 @@ class Muon(torch.optim.Optimizer):
     :func:`flashmhf.param_groups` makes the groups: ``Muon(param_groups(model, lr, weight_decay, muon=True))``. The
     update of a matrix is its Nesterov momentum, orthogonalised, with elements of root mean square 0.2, so that rates
     and decay mean what they mean for AdamW. A parameter of more dimensions is a stack of matrices. Make the optimizer
-    after ``parallelize`` and ``fully_shard``; every rank must step the same parameters. A step runs eagerly under
-    ``torch.compile``.
+    after ``parallelize`` and ``fully_shard``; every rank must step the same parameters. A step is never compiled.
 
     Args:
         params: groups with the key "muon". lr and weight_decay (decoupled) are for groups without their own; lr may be

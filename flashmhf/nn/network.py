@@ -42,8 +42,7 @@ class Contiguous(nn.Module):
     """A module whose own parameters and buffers stay contiguous, as the kernels need them."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Contiguous:
-        # .to(memory_format=torch.channels_last) is meant for images and changes the strides of every tensor of four
-        # dimensions.
+        # .to(memory_format=torch.channels_last), meant for images, changes the strides of tensors of four dimensions
         return super()._apply(lambda tensor: out.contiguous() if (out := fn(tensor)).dim() == 4 else out, recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

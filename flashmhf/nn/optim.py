@@ -25,8 +25,7 @@ def param_groups(
     """Return ``model``'s parameter groups for AdamW and :class:`flashmhf.Muon`, with decoupled weight decay.
 
     in_proj and out_proj of FlashMHF learn at ``projection_rate`` of ``lr``: M = Q K^T and V W_out are products of two
-    learned matrices, which change about twice as fast as one. Their decay is divided by it. Vectors and q_norm's
-    weights are not decayed.
+    learned matrices, which change twice as fast as one. Their decay is divided by it; vectors and q_norm have none.
 
     Args:
         model: any module; every trainable parameter is in one group, shared ones once.

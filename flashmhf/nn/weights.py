@@ -9,8 +9,7 @@ def check_held(name: str, module: nn.Module, empty: bool = False, offloaded: boo
     """Raise ValueError, with the way out, unless ``module`` itself holds the values of its weights.
 
     Refused are modules that are, or have a part that is, parametrised or held by an adapter (PEFT), those that
-    accelerate offloads unless ``offloaded`` and those on the meta device unless ``empty``. ``name`` is the module's in
-    its model or "".
+    accelerate offloads unless ``offloaded``, those on the meta device unless ``empty``. ``name``: within its model.
     """
     shown = name or type(module).__name__
     parts = [(f"{name}.{part}".strip(".") or shown, each) for part, each in module.named_modules()]
@@ -20,8 +19,7 @@ def check_held(name: str, module: nn.Module, empty: bool = False, offloaded: boo
         if hasattr(each, "parametrizations"):
             supported = "plain parameters, as after torch.nn.utils.parametrize.remove_parametrizations"
             raise ValueError(f"{part} has parametrised weights; supported: {supported}")
-    for _, each in () if offloaded else parts:
-        if getattr(getattr(each, "_hf_hook", None), "offload", False):
+        if not offloaded and getattr(getattr(each, "_hf_hook", None), "offload", False):
             raise ValueError(f"{shown} is offloaded; supported: models loaded without offloading (device_map)")
     if not empty and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         supported = "weights that are loaded or drawn, and not offloaded"

@@ -16,8 +16,8 @@ def gate(q: Tensor, w: Tensor, eps: float = 1e-20) -> Tensor:
 
     q: [..., H, d_h]; w, the router's weights: [H, d_h, E], float32 or q's dtype; eps: the default agrees with the paper
     and with the official ``sum.clamp(min=1e-20)``. Returns [..., H, E] in float32 (float64 for float64 inputs). Raises
-    TypeError for wrong dtypes and non-tensors, ValueError for wrong shapes, strides and devices, and for an eps that is
-    negative or not finite.
+    TypeError for dtypes and non-tensors, ValueError for shapes, strides, devices and an eps that is negative or not
+    finite.
     """
     checks.strided(q=q, w=w)
     checks.instance("eps", eps, Real, "a float")

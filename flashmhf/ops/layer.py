@@ -1,8 +1,7 @@
 """``torch.ops.flashmhf.layer`` and ``fp8_layer``: in_proj, the heads' networks and out_proj at inference in one.
 
 A compiled layer is one node, which picks its kernels by the number of tokens when it runs: the compiler adds no guard
-on that number, and CUDA graphs can capture it. Whether a module's call may run so is decided here alone:
-:func:`serves`.
+on that number, and CUDA graphs can capture it. Whether a module's call may run so :func:`serves` alone decides.
 """
 
 from __future__ import annotations

@@ -61,8 +61,7 @@ def _backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, deterministic: bool = False,
     *, backend: str = "auto", needs: Sequence[bool] = (True, True), activation: str = "silu",
 ) -> Call:  # fmt: skip
-    if grad_out is None:  # which would stand for a forward
-        checks.tensors(grad_out=grad_out)
+    checks.tensors(grad_out=grad_out)  # None would stand for a forward
     tokens, weights = needs
     return Call(q, k, u, v, r, backend, Settings(deterministic, (tokens, weights), activation), grad_out)
 
@@ -71,8 +70,7 @@ def _gated_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, deterministic: bool = False, *,
     backend: str = "auto", needs: Sequence[bool] = (True, True), activation: str = "silu",
 ) -> Call:  # fmt: skip
-    if grad_out is None:  # which would stand for a forward
-        checks.tensors(grad_out=grad_out)
+    checks.tensors(grad_out=grad_out)  # None would stand for a forward
     tokens, weights = needs
     settings = Settings(deterministic, (tokens, weights), activation)
     return Call(q, k, u, v, Router(w, eps), backend, settings, grad_out)

@@ -138,9 +138,8 @@ def to_fp8(network: FlashMHF) -> Fp8FlashMHF:
 def quantize_(model: nn.Module) -> list[str]:
     """Replace every FlashMHF in ``model``, in place, by its FP8 module (:func:`to_fp8`) and return their names.
 
-    ``save_pretrained`` of a transformers model records it. Raises TypeError if ``model`` is not a module, ValueError if
-    it holds no FlashMHF, is one itself or an adapter holds one, and what :func:`to_fp8` raises; the model is then as it
-    was.
+    ``save_pretrained`` records it. Raises TypeError unless ``model`` is a module, ValueError if it holds no FlashMHF,
+    is one itself or an adapter holds one, and what :func:`to_fp8` raises; the model is then as it was.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     if isinstance(model, FlashMHF):

@@ -1,5 +1,4 @@
-"""FP8 forward in PyTorch operations on any device: the kernels' quantisation points, sums in float32. It is what tests
-compare with.
+"""FP8 forward in PyTorch operations on any device, which tests compare with: the kernels' quantisation, sums in fp32.
 
 With the unit of a token and head, q8 = e4m3(q / unit), m = q8 k8 and n = q8 u8:
 

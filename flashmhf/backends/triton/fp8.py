@@ -22,9 +22,9 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, act
     reason = plain.why_not(device, dtype, d_h=d_h, d_e=d_e)
     if reason is not None or device.type != "cuda":
         return reason
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
-        return f"device has compute capability {capability[0]}.{capability[1]}; supported for e4m3: 8.9 or later"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < MIN_CAPABILITY:
+        return f"device has compute capability {major}.{minor}; supported for e4m3 products: 8.9 or later"
     return None
 
 

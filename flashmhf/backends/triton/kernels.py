@@ -120,8 +120,7 @@ def join_halves(dm, dn, BT: tl.constexpr, BI: tl.constexpr, SWAPPED: tl.constexp
 @triton.jit
 def add_product(total, left, right, BY_BLOCKS: tl.constexpr):
     """total + left right. BY_BLOCKS: the product is summed on its own first, so that fp32's rounding grows with the
-    number of blocks, not of terms (any max_num_imprecise_acc keeps the compiler from starting the product's sum at
-    ``total``)."""
+    number of blocks, not of terms (any max_num_imprecise_acc keeps the compiler from starting its sum at ``total``)."""
     if BY_BLOCKS:
         return total + tl.dot(left, right, input_precision="ieee", max_num_imprecise_acc=1)
     else:
@@ -263,8 +262,7 @@ def weight_grads_kernel(
     (each its own d_first, d_second, dv); a share sums over the heads of the group, too.
 
     The accumulators are the transposes [BD, 2 BI] and [BD, BI]: q and grad_out are then left operands read straight
-    from where they were loaded, and what was computed here is the right operand, which goes through shared memory in
-    any case.
+    from where they were loaded, and what was computed here is the right one, which goes through shared memory anyway.
     """
     tiles = tl.cdiv(d_e, BI)
     j = tl.program_id(0) % tiles

@@ -110,8 +110,7 @@ class _Weights:
     """Kernel arguments for K, U and V: as tensor maps where the device and the addresses allow, else as pointers.
 
     One map covers K and U: their distance is the stride of an axis of length 2. A stride is positive, so the pair
-    begins with the lower address, and ``swapped`` says that this is U. dq's sum is then formed in another order, which
-    ``ordered`` rules out.
+    begins with the lower address. ``swapped``: this is U, and dq's sum gets another order, which ``ordered`` rules out.
     """
 
     def __init__(self, k: Tensor, u: Tensor, v: Tensor, inter: int, *, ordered: bool = False):
