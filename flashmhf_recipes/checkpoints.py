@@ -114,11 +114,9 @@ def damage(checkpoint: Path) -> str | None:
     """
     path = checkpoint / MARK
     try:
-        # version 0.1 wrote an empty mark
-        sizes = json.loads(mark)["sizes"] if (mark := path.read_bytes()) else dict.fromkeys(os.listdir(checkpoint))
-        for name, size in sizes.items():
+        for name, size in json.loads(path.read_bytes())["sizes"].items():
             path = checkpoint / name
-            if size not in (None, found := path.stat().st_size):
+            if size != (found := path.stat().st_size):
                 raise ValueError(f"it has {found:,} bytes instead of {size:,}")
             match path.suffix:
                 case ".safetensors":

@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from .arguments import Parser, add_options, chosen_device, positive_integer
@@ -133,7 +132,7 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
     text = first_run.training_text(args.text)
     if not _writable(picture.parent) or not _writable(picture):
         raise OptionError(f"{picture} cannot be written in {Path.cwd()}")
-    setting = first_run.default_setting(chosen_device(args.device))
+    setting = first_run.setting_of(chosen_device(args.device))
     clock = first_run.Clock(LIMIT, STARTED)
     print(f"{first_run.shows(setting.device)}\n", flush=True)
     accuracies = _collected(first_run.check(setting.device, clock=clock), "check against float64")
@@ -186,22 +185,6 @@ def _check(parser: Parser, arguments: list[str]) -> int:
         raise OptionError(f"back end {args.backend} cannot run: {reason}")
     print(first_run.check_table(accuracies))
     return _verdict(accuracies)
-
-
-def _bench(parser: Parser, arguments: list[str]) -> int:
-    from . import first_run
-
-    add = parser.add_argument
-    _add_device(parser)
-    add("--lengths", type=positive_integer, nargs="+", metavar="L", help="sequence lengths")
-    for name in ("batch", "d-model", "num-heads", "num-subnets", "subnet-dim", "repeats"):
-        add(f"--{name}", type=positive_integer, metavar="N")
-    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
-    setting = replace(first_run.default_setting(chosen_device(given.pop("device"))), **given)
-    if setting.d_model % setting.num_heads:
-        raise OptionError(f"--d-model {setting.d_model} is not a multiple of --num-heads {setting.num_heads}")
-    print(first_run.table(setting, measurements=_collected(first_run.compare(setting), "time and memory")))
-    return 0
 
 
 # Language models
@@ -267,7 +250,7 @@ def _train(parser: Parser, arguments: list[str]) -> int:
     return 0
 
 
-def _add_model(parser: Parser, dtype: str = "auto", fp8: bool = True) -> None:
+def _add_model(parser: Parser, dtypes: tuple[str, ...] = ("auto", "bfloat16", "float16", "float32")) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -275,9 +258,8 @@ def _add_model(parser: Parser, dtype: str = "auto", fp8: bool = True) -> None:
     add("--model", required=True, metavar="DIR", help="training run, checkpoint, saved or official model, or a name")
     add("--tokenizer", metavar="PATH", help="where the model's directory has none")
     _add_device(parser)
-    dtypes = "auto", "float32", "bfloat16", "float16"
-    add("--dtype", default=dtype, choices=dtypes, help=f"of what is not quantised ({dtype})")
-    if fp8:
+    add("--dtype", default=dtypes[0], choices=dtypes, help=f"of what is not quantised ({dtypes[0]})")
+    if "auto" in dtypes:
         add("--fp8", action="store_true", help="FlashMHF networks in FP8; flashmhf quantize writes them so")
 
 
@@ -296,14 +278,12 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
 
     _add_model(parser)
     add = parser.add_argument
-    add("--data", nargs="+", metavar="PATH", help="held-out text, JSON-lines, CSV and Parquet files, or directories")
+    add("--data", nargs="+", metavar="PATH", help="held-out text, JSON-lines and Parquet files, or directories")
     add("--text-field", default="text")
     add("--window", type=positive_integer, help="tokens of a window (the model's positions)")
     add("--stride", type=positive_integer, help="tokens it advances by (half a window)")
     add("--tasks", nargs="+", metavar="TASK", help="lm-eval tasks; 'paper' stands for the paper's six")
     add("--include-path", metavar="DIR", help="further tasks in lm-eval's format")
-    add("--limit", type=positive_integer, help="examples of a task")
-    add("--shots", type=int, help="examples in a prompt")
     add("--batch", type=positive_integer, default=4, help="windows or requests at once (4)")
     add("--json", metavar="FILE", help="write the figures there, too")
     args = parser.parse_args(arguments)
@@ -313,7 +293,7 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
         raise OptionError(f"--json is {args.json!r}; it must name a file that can be written")
     tasks = tuple(name for t in args.tasks or () for name in (evaluation.PAPER_TASKS if t == "paper" else (t,)))
     if tasks:
-        evaluation.task_manager(tasks, args.include_path, args.shots)
+        evaluation.task_manager(tasks, args.include_path)
     model, tokenizer = _load(args)
     figures: dict[str, object] = {"model": args.model, "fp8": is_fp8(model)}
     if args.data:
@@ -321,13 +301,12 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
         found = evaluation.held_out_loss(model, tokenizer, args.data, bar=sys.stderr.isatty(), **settings)
         left_out = "".join(f"; left out: {count:,} {what}" for what, count in sorted(found.left_out.items()))
         print(f"{found.documents:,} documents, {found.tokens:,} tokens{left_out}")
-        print(
-            f"loss {found.loss:.4f} nats/token, perplexity {found.perplexity:.3f}, {found.bits_per_byte:.4f} bits/byte"
-        )
+        print(f"loss {found.loss:.4f} nats/token, perplexity {found.perplexity:.3f}, ", end="")
+        print(f"{found.bits_per_byte:.4f} bits/byte")
         figures["held_out"] = vars(found)
     if tasks:
-        settings = {name: getattr(args, name) for name in ("include_path", "limit", "batch", "shots")}
-        figures["tasks"], average = evaluation.task_scores(model, tokenizer, tasks, **settings)
+        found = evaluation.task_scores(model, tokenizer, tasks, include_path=args.include_path, batch=args.batch)
+        figures["tasks"], average = found
         for task, values in figures["tasks"].items():
             print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
         if average is not None:
@@ -367,7 +346,7 @@ def _generate(parser: Parser, arguments: list[str]) -> int:
 def _quantize(parser: Parser, arguments: list[str]) -> int:
     from . import pretrained
 
-    _add_model(parser, dtype="bfloat16", fp8=False)
+    _add_model(parser, ("bfloat16", "float16", "float32"))
     parser.add_argument("--output", required=True, metavar="DIR", help="the new directory")
     args = parser.parse_args(arguments)
     output = Path(args.output)
@@ -380,12 +359,11 @@ def _quantize(parser: Parser, arguments: list[str]) -> int:
 COMMANDS: dict[str, tuple[str, Callable[[Parser, list[str]], int]]] = {
     "info": ("List the back ends and say why any of them cannot be used.", _info),
     "check": ("Print the errors of forward and gradients against float64.", _check),
-    "bench": ("Measure time and memory against SwiGLU and naive MH-FFN.", _bench),
     "train": ("Train a language model. transformers' Trainer runs it under the paper's settings.", _train),
     "eval": ("Measure the held-out loss of a model on local text, and tasks through lm-eval.", _eval),
     "generate": ("Continue a prompt with a trained model.", _generate),
     "quantize": (
-        "Write a model with its FlashMHF networks in FP8. eval, generate, from_pretrained load it.",
+        "Write a model with its FlashMHF networks in FP8. eval and generate load it, too.",
         _quantize,
     ),
 }

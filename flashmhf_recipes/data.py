@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -100,11 +99,8 @@ class _Hosted:
             for record in stream:
                 check_column(self.field, record)
                 yield {"text": text_of(record[self.field], self.field)}
-        except Exception as error:  # the library raises whatever its parsers do, without the file's name
-            frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
-            file = next((found for at in reversed(frames) if isinstance(found := at.get("file"), str)), "")
-            what = f"data set {self.name!r} cannot be read{file and f', file {file}'}"
-            raise DataError(f"{what}: {' '.join(str(error).split())}") from error
+        except Exception as error:  # the library raises whatever its parsers do
+            raise DataError(f"data set {self.name!r} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def encode(texts: Iterable[str], tokenizer) -> Iterator[np.ndarray]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -62,7 +60,7 @@ def read(files: Iterable[Path], text_field: str = "text") -> Iterator[dict[str, 
         try:
             for value in reader(path)(path, text_field):
                 yield {"text": text_of(value, text_field)}
-        except (OSError, ValueError, csv.Error, pyarrow.ArrowException) as error:
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
 
 
@@ -111,17 +109,6 @@ def _json_lines(path: Path, text_field: str) -> Iterator[object]:
         check_column(text_field, names)
 
 
-def _csv(path: Path, text_field: str) -> Iterator[str]:
-    csv.field_size_limit(sys.maxsize)
-    with _opened(path) as stream:
-        rows = csv.DictReader(stream, strict=True)
-        check_column(text_field, rows.fieldnames or ())
-        for row in rows:
-            if None in row:  # DictReader's key of surplus fields: most often of text whose comma is not quoted
-                raise ValueError(f"line {rows.line_num} has more fields than there are columns")
-            yield row[text_field]
-
-
 def _opened(path: Path) -> TextIO:
     """Return the file's text, decompressed."""
     import pyarrow
@@ -146,7 +133,6 @@ _TEXT_READERS = {
     ".md": _text,
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
-    ".csv": _csv,
 }
 READERS = {suffix + compression: read for suffix, read in _TEXT_READERS.items() for compression in ("", *COMPRESSED)}
 READERS |= {".parquet": _parquet}

@@ -104,12 +104,10 @@ def _spans(tokens: int, window: int, stride: int) -> list[tuple[int, int, int]]:
 
 
 @lru_cache
-def task_manager(tasks: tuple[str, ...], include_path: str | None = None, shots: int | None = None):
+def task_manager(tasks: tuple[str, ...], include_path: str | None = None):
     """Return lm-eval's index, of thousands of files. Raises for what :func:`task_scores` refuses, before any work."""
     from lm_eval.tasks import TaskManager
 
-    if shots is not None and shots < 0:
-        raise OptionError(f"shots is {shots}; it must be at least 0")
     manager = TaskManager(include_path=include_path)
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise OptionError(f"lm-eval has no tasks {unknown}; local ones are found through include_path")
@@ -118,30 +116,25 @@ def task_manager(tasks: tuple[str, ...], include_path: str | None = None, shots:
 
 def task_scores(
     model: PreTrainedModel, tokenizer, tasks: Iterable[str] = PAPER_TASKS, *, include_path: str | None = None,
-    limit: int | None = None, batch: int = 16, shots: int | None = None,
+    batch: int = 16,
 ) -> tuple[dict[str, dict[str, float]], float | None]:  # fmt: skip
-    """Return the metrics of tasks by lm-eval's names, also of local ones below ``include_path``, and their mean
-    accuracy.
-
-    A group with an accuracy counts once, without its members; the mean is None for fewer than two. Raises ImportError
-    without the extra flashmhf[eval], ValueError for unknown tasks and negative ``shots``.
+    """Return the metrics of tasks by lm-eval's names, also of local ones below ``include_path``, and the mean accuracy
+    of ``tasks``, None for fewer than two. Raises ImportError without the extra flashmhf[eval], OptionError for unknown
+    tasks.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
     tasks = list(tasks)
-    manager = task_manager(tuple(tasks), include_path, shots)
+    manager = task_manager(tuple(tasks), include_path)
     settings = {"batch_size": batch, "max_length": positions(model), "add_bos_token": False}
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, **settings)
-    settings = {"limit": limit, "num_fewshot": shots, "bootstrap_iters": 0}
-    found = simple_evaluate(model=wrapped, tasks=tasks, task_manager=manager, **settings)
+    found = simple_evaluate(model=wrapped, tasks=tasks, task_manager=manager, bootstrap_iters=0)
     left_out = ("sample_len", "name")
     scores = {task: {} for task in found["results"]}
     for task, values in found["results"].items():
         for name, value in values.items():
             if isinstance(value, int | float) and "stderr" not in name and name not in left_out:
                 scores[task][name.removesuffix(",none")] = value
-    groups = found["group_subtasks"]
-    members = {name for group in groups if "acc" in scores.get(group, ()) for name in groups[group]}
-    accuracies = [values["acc"] for task, values in scores.items() if "acc" in values and task not in members]
+    accuracies = [scores[task]["acc"] for task in tasks if "acc" in scores.get(task, ())]
     return scores, fmean(accuracies) if len(accuracies) > 1 else None

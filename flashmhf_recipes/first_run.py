@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import math
 import random
 import statistics
@@ -22,7 +23,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils import benchmark
 
 import flashmhf
 from flashmhf import backends, testing
@@ -30,7 +30,8 @@ from flashmhf.nn import MHFFN, FlashMHF, SwiGLU
 from flashmhf.ops import mix as ops
 
 from .errors import DataError
-from .plots import draw
+
+logger = logging.getLogger(__name__)
 
 COLORS = {"SwiGLU": "tab:orange", "SwiGLU compiled": "tab:red", "naive MH-FFN": "tab:gray", "FlashMHF": "tab:blue"}
 FIGURES = {
@@ -62,7 +63,7 @@ class Setting:
     layers: tuple[int, int]  # of FlashMHF and of SwiGLU, with equal parameters in all
 
 
-def default_setting(device: torch.device) -> Setting:
+def setting_of(device: torch.device) -> Setting:
     """Return README's chart on a GPU, and on a CPU a layer of the smallest model in docs/guides/sizes.md."""
     if device.type == "cuda":
         lengths = 192, 384, 768, 1536, 2880, 4032
@@ -228,47 +229,44 @@ def compare(setting: Setting, clock: Clock | None = None) -> Iterator[Measuremen
 
 def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return (ms, MiB) of inference and of a training step, as two tuples."""
-    leaves, threads = [x, *module.parameters()], torch.get_num_threads()  # the timer's default is one
+    leaves = [x, *module.parameters()]
 
-    def forward():
-        with torch.no_grad():
-            module(x)
-
-    def step():
+    def step() -> None:
         torch.autograd.grad(module(x), leaves, grad)
 
-    def median_ms(call: Callable[[], None]) -> float:
-        timer = benchmark.Timer("call()", globals={"call": call}, num_threads=threads)
-        return 1e3 * statistics.median(timer.timeit(1).median for _ in range(repeats))
-
-    peaks, once = zip(*(_peak(call, x.device) for call in (forward, step)), strict=True)  # which warms up
-    times = once if repeats == 1 else tuple(median_ms(call) for call in (forward, step))
-    return times, tuple(peak / 2**20 for peak in peaks)
+    both = (_median_and_peak(call, x.device, repeats) for call in (torch.no_grad()(lambda: module(x)), step))
+    times, peaks = zip(*both, strict=True)
+    return times, peaks
 
 
-def _peak(run: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Return the bytes that a second ``run`` allocates at its peak, and its ms. On a CPU, the bytes by which it raises
-    the process's resident memory; nan without Linux's resettable high-water mark."""
+def _median_and_peak(run: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, float]:
+    """Return the median ms of ``run`` after a first one, and the MiB that it allocates at its peak. On a CPU, those by
+    which it raises the process's resident memory; nan without Linux's resettable high-water mark."""
 
     def high_water() -> int:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            return torch.cuda.max_memory_allocated(device)
         return 1024 * int(Path("/proc/self/status").read_text("utf-8").partition("VmHWM:")[2].split()[0])
 
     run()
-    before = math.nan
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-    else:
-        with contextlib.suppress(OSError, AttributeError):
+    before, peak, times = math.nan, math.nan, []
+    with contextlib.suppress(OSError, AttributeError):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
             ctypes.CDLL(None).malloc_trim(0)  # else the run would reuse freed pages that are still counted
             Path("/proc/self/clear_refs").write_text("5", "utf-8")
-            before = high_water()
-    start = time.perf_counter()
-    run()
-    ms = 1e3 * (time.perf_counter() - start)
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) - before, ms
-    return math.nan if math.isnan(before) else high_water() - before, ms
+        before = high_water()
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - start))
+    if not math.isnan(before):
+        peak = high_water()
+    return statistics.median(times), (peak - before) / 2**20
 
 
 # Language models: bytes of real text, by the recipe of docs/quality.md (Muon, warm-up) and shapes of
@@ -446,7 +444,7 @@ def picture(
     trained: dict[str, Trained],
 ) -> bool:  # fmt: skip
     """Draw errors beside their limits (CPU) or time and memory of inference (GPU), memory of a training step, and the
-    training curves; return whether the PNG was written."""
+    training curves; return whether the PNG was written. One that cannot be drawn is a warning: the table has it all."""
     attributes = ["forward_ms", "forward_mib", "step_mib"] if setting.device.type == "cuda" else ["step_mib"]
 
     def errors(axis) -> None:
@@ -496,4 +494,13 @@ def picture(
             axis.legend(fontsize=9)
         figure.suptitle(headline(setting))
 
-    return draw(path, (5.5 * (len(attributes) + 1 + (not attributes[1:])), 4.8), paint, dpi=110)
+    try:
+        from matplotlib.figure import Figure  # without pyplot, which would need a display
+
+        figure = Figure(figsize=(5.5 * (len(attributes) + 1 + (not attributes[1:])), 4.8), layout="constrained")
+        paint(figure)
+        figure.savefig(path, dpi=110, format="png")
+    except Exception as error:  # fonts, caches, disks: matplotlib raises whatever they do
+        logger.warning("%s was not drawn: %s: %s", path, type(error).__name__, " ".join(str(error).split()))
+        return False
+    return True

@@ -5,7 +5,6 @@ shards, not accelerate, whose FSDP2 needs GPUs and pads K, U and V. Checkpoints 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from flashmhf.distributed import parallelize, plan, shard_placement
 
 from .errors import OptionError
 
-_LAUNCHER = dict(os.environ)  # as the launcher set it: RunTrainer takes accelerate's variables away
+_ACCELERATES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_DEEPSPEED")
 
 
 @dataclass(frozen=True)
@@ -70,18 +69,17 @@ class Layout:
                 fully_shard(module, mesh=data, shard_placement_fn=shard_placement(self.shards))
 
 
-def layout_of(tp: int | None, dp_shard: int | None, processes: int, environment: Mapping = _LAUNCHER) -> Layout:
-    """The layout of ``processes``; None stands for the layout of ``accelerate launch``, else for no sharding, or, with
-    ``tp``, for all. Raises OptionError where the sizes do not divide the processes.
+def layout_of(tp: int | None, dp_shard: int | None, processes: int) -> Layout:
+    """Return the layout of ``processes``; without ``dp_shard`` there is no sharding, or, with ``tp``, over all. Raises
+    OptionError where the sizes do not divide the processes and for a layout that ``accelerate launch`` was told.
     """
-    if tp is None and environment.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
-        tp = int(environment.get("PARALLELISM_CONFIG_TP_SIZE", "1"))
-        dp_shard = int(environment.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")) if dp_shard is None else dp_shard
+    if told := [name for name in _ACCELERATES if os.environ.get(name) == "true"]:
+        raise OptionError(f"accelerate launch set {told[0]}; give tp and dp_shard instead")
     tp = tp or 1
     if processes % tp:
         raise OptionError(f"tp is {tp}; it must divide the {processes} processes")
     if dp_shard is None:
-        dp_shard = processes // tp if tp > 1 or environment.get("ACCELERATE_USE_FSDP") == "true" else 1
+        dp_shard = processes // tp if tp > 1 else 1
     if processes // tp % dp_shard:
         raise OptionError(f"dp_shard is {dp_shard}; it must divide the {processes // tp} groups of tp processes")
     if tp > 1 and dp_shard == 1 and processes > tp:

@@ -17,13 +17,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from .checkpoints import write_whole
 from .errors import ADVICE, TrainingError
-from .plots import draw_losses
 
-FILE, CURVE = "metrics.jsonl", "loss.png"
+FILE = "metrics.jsonl"
 
 
 def read_rows(output: Path) -> list[dict]:
-    """The rows of a run's metrics.jsonl; a last line torn by a kill is left out."""
+    """Return the rows of a run's metrics.jsonl; a last line torn by a kill is left out."""
     rows = []
     path = output / FILE
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
@@ -35,53 +34,54 @@ def read_rows(output: Path) -> list[dict]:
 
 
 def keep_rows(output: Path, step: int) -> None:
-    """Drops the rows after ``step``, which a resumed run records again."""
+    """Drop the rows after ``step``, which a resumed run records again."""
     write_whole(output / FILE, "".join(json.dumps(row) + "\n" for row in read_rows(output) if row["step"] <= step))
 
 
 class MetricsCallback(TrainerCallback):
-    """Add speed to what the Trainer logs, write metrics.jsonl and loss.png. Evaluation and saving take no time."""
+    """Add speed to what the Trainer logs, and write metrics.jsonl. Evaluation and saving take no time."""
 
     def __init__(self, output: Path, tokens_per_step: int, flops_per_token: float, peak: float | None, bar: bool):
         self.output, self.tokens_per_step = output, tokens_per_step
         self.flops_per_token, self.peak, self.show, self.bar = flops_per_token, peak, bar, None
 
-    def _restart(self, step: int) -> None:
-        self._step, self._time = step, time.perf_counter()
+    def _restart(self, args, state: TrainerState, control, **kwargs) -> None:
+        self._step, self._time = state.global_step, time.perf_counter()
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        step = state.global_step
-        sizes = {"initial": step, "total": state.max_steps, "dynamic_ncols": True}
+    on_evaluate = on_save = _restart
+
+    def on_train_begin(self, args, state: TrainerState, control, **kwargs):
+        sizes = {"initial": state.global_step, "total": state.max_steps, "dynamic_ncols": True}
         self.bar = tqdm(desc="training", unit="step", disable=not self.show, **sizes)
-        self._restart(step)
+        self._restart(args, state, control)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_step_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
         if state.is_world_process_zero:
             self.bar.update(state.global_step - self.bar.n)
         if state.global_step >= state.max_steps:
             control.should_log = True
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control, logs: dict | None = None, **kwargs):
-        if logs is None or not ({"loss", "eval_loss"} & logs.keys()) or not state.is_world_process_zero:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control, logs: dict, **kwargs):
+        if not ({"loss", "eval_loss"} & logs.keys()) or not state.is_world_process_zero:
             return
         step = state.global_step
         logged = ("loss", "learning_rate", "grad_norm", "eval_loss")
         row = {"step": step} | {name: logs[name] for name in logged if name in logs}
-        for name in row:
-            if not math.isfinite(row[name]):
-                raise TrainingError(f"the {name} is {row[name]} at step {step}; {ADVICE}")
+        for name, value in row.items():
+            if not math.isfinite(value):
+                raise TrainingError(f"the {name} is {value} at step {step}; {ADVICE}")
         if "loss" in logs:
-            row |= self._speed(args, step)
+            row |= self._speed(args, state)
         with (self.output / FILE).open("a", encoding="utf-8") as out:
             out.write(json.dumps(row) + "\n")
         forms = {"loss": ".3f", "tokens_per_second": ",.0f", "mfu": ".2f"}
         if shown := {name: f"{row[name]:{form}}" for name, form in forms.items() if name in row}:
             self.bar.set_postfix(shown)
 
-    def _speed(self, args: TrainingArguments, step: int) -> dict:
-        seconds, steps = time.perf_counter() - self._time, step - self._step
-        self._restart(step)
-        row = {"tokens": step * self.tokens_per_step}
+    def _speed(self, args: TrainingArguments, state: TrainerState) -> dict:
+        seconds, steps = time.perf_counter() - self._time, state.global_step - self._step
+        self._restart(args, state, None)
+        row = {"tokens": state.global_step * self.tokens_per_step}
         if steps:
             row["tokens_per_second"] = steps * self.tokens_per_step / seconds
             if self.peak is not None:
@@ -90,14 +90,5 @@ class MetricsCallback(TrainerCallback):
             row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(args.device)
         return row
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        self._restart(state.global_step)
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if state.is_world_process_zero:
-            draw_losses(read_rows(self.output), self.output / CURVE)
-        self._restart(state.global_step)
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+    def on_train_end(self, args, state, control, **kwargs):
         self.bar.close()
-        self.on_save(args, state, control)

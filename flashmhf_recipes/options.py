@@ -30,22 +30,19 @@ from .layout import Layout, layout_of
 MICRO_BATCH = 8
 
 # Settings of TrainingArguments that options of a run hold as they are, by their names there.
-_HELD = {name: name for name in ("learning_rate", "weight_decay", "max_grad_norm", "seed")}
+_HELD = {name: name for name in ("learning_rate", "weight_decay", "seed")}
 _HELD |= {"output_dir": "output", "max_steps": "steps", "torch_compile": "compile", "logging_steps": "log_every"}
 _HELD |= {"gradient_checkpointing": "checkpointing", "save_steps": "save_every", "eval_steps": "eval_every"}
 # All that a run decides by itself, and the options by which: the other settings are transformers' own.
 DECIDED = _HELD | {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), "micro_batch"),
     **dict.fromkeys(("gradient_accumulation_steps", "auto_find_batch_size"), "batch and micro_batch"),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), "betas"),
     **dict.fromkeys(("warmup_steps", "warmup_ratio"), "warmup"),
     **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), "precision"),
     **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config"), "tp and dp_shard"),
     **{"num_train_epochs": "steps", "data_seed": "seed", "use_cpu": "device", "save_total_limit": "keep"},
-    **{
-        f"dataloader_{name}": "data without workers"
-        for name in ("num_workers", "persistent_workers", "prefetch_factor")
-    },
+    **dict.fromkeys(("dataloader_num_workers", "dataloader_persistent_workers"), "data without workers"),
+    "dataloader_prefetch_factor": "data without workers",
     **{"eval_strategy": "eval_fraction", "load_best_model_at_end": "init_from with the checkpoint that is best"},
 }
 # FlashMHFConfig settings that an option of ours, or the tokenizer, decides.
@@ -61,8 +58,6 @@ _RANGES = {
     "length": ("integers from 2 on, a token and the next", lambda x: x is None or (isinstance(x, int) and x >= 2)),
     "warmup": ("a share of the steps below 1, or steps from 1 on", lambda x: 0 <= x < math.inf),
     "weight_decay": ("finite numbers from 0 on", lambda x: 0 <= x < math.inf),
-    "betas": ("two numbers from 0 on and below 1", lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x)),
-    "max_grad_norm": ("numbers from 0 on; 0 does not clip", lambda x: x >= 0),
     "eval_fraction": ("numbers from 0 on and below 1", lambda x: 0 <= x < 1),
     "seed": ("integers from 0 to 2^32 - 1", lambda x: isinstance(x, int) and 0 <= x < 1 << 32),
     "keep": ("integers from 2 on, so that one is complete at any moment", lambda x: isinstance(x, int) and x >= 2),
@@ -99,9 +94,7 @@ class Options:
         metavar="MODEL",
     )
     model: dict[str, object] = _option({}, "a FlashMHFConfig setting", flag="--model-set")
-    data: list[str] = _option(
-        [], "text, JSON-lines, CSV and Parquet files, or directories", group="data", metavar="PATH"
-    )
+    data: list[str] = _option([], "text, JSON-lines and Parquet files, or directories", group="data", metavar="PATH")
     dataset: str | None = _option(None, "a data set of the datasets library, streamed", metavar="NAME[:CONFIG]")
     tokens: str | None = _option(None, "the tokens and the tokenizer of another run", metavar="RUN")
     split: str = _option("train", "split of --dataset")
@@ -120,8 +113,6 @@ class Options:
     warmup: float = _option(0.015, "share of the steps, or steps from 1 on")
     optimizer: Literal["adamw", "muon"] = _option("adamw", "muon: flashmhf.Muon for matrices, AdamW for the rest")
     weight_decay: float = _option(0.1, "of the optimizer")
-    betas: tuple[float, float] = _option((0.9, 0.95), "of AdamW", metavar="BETA")
-    max_grad_norm: float = _option(1.0, "gradients are clipped to it")
     param_groups: bool = _option(
         True,
         "with AdamW FlashMHF's projections learn at 0.3 of the learning rate (ours; --no-param-groups is the paper's)",
@@ -274,8 +265,7 @@ def training_arguments(options: Options) -> TrainingArguments:
         per_device_eval_batch_size=options.micro_batch,
         lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": options.min_learning_rate},
         warmup_steps=options.warmup if options.warmup < 1 else int(options.warmup),
-        adam_beta1=options.betas[0], adam_beta2=options.betas[1],
-        optim="adamw_torch_fused" if on_gpu else "adamw_torch",
+        adam_beta1=0.9, adam_beta2=0.95, optim="adamw_torch_fused" if on_gpu else "adamw_torch",
         bf16=options.precision == "bf16" or (options.precision == "auto" and on_gpu), use_cpu=not on_gpu,
         logging_first_step=True, logging_nan_inf_filter=False, disable_tqdm=True, report_to=report,
         eval_strategy="steps" if options.eval_fraction else "no",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from flashmhf.models import loading
 from flashmhf.models.quantization import quantise
@@ -45,20 +45,16 @@ def load(
     return model, tokenizer
 
 
-def save_fp8(
-    name: str, output: Path, *, tokenizer_name: str | None = None, device: str = "auto", dtype: str = "bfloat16"
-) -> None:
-    """Write the model and tokenizer that :func:`load` finds, the FlashMHF networks in FP8, to a directory.
-
-    ``dtype``: of what is not quantised; auto: as stored, float32 for an official checkpoint. Raises what :func:`load`
-    raises, OptionError where ``output`` is not empty, TrainingError where it cannot be written.
+def save_fp8(name: str, output: Path, *, tokenizer_name: str | None, device: str, dtype: str) -> None:
+    """Write the model and tokenizer that :func:`load` finds to a directory, the FlashMHF networks in FP8, the rest in
+    ``dtype``. Raises what :func:`load` raises, OptionError where ``output`` is not empty, TrainingError where it cannot
+    be written.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise OptionError(f"output is {str(output)!r}, which is not empty; choose a new directory")
     # float32, so that packed weights are rounded once.
     model, tokenizer = load(name, tokenizer_name=tokenizer_name, device=device, dtype="float32", fp8=True)
-    stored = None if loading.is_official(locate(name)) else AutoConfig.from_pretrained(locate(name)).dtype
-    model.to((stored or torch.float32) if dtype == "auto" else _DTYPES[dtype])
+    model.to(_DTYPES[dtype])
     with checkpoints.writing(lambda: output):
         checkpoints.save_pretrained(output, model, tokenizer)
 

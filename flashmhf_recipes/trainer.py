@@ -69,9 +69,6 @@ class RunTrainer(Trainer, TrainerCallback):
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's; a sharded model gets accelerate's autocast, but neither its DDP nor its FSDP."""
-        if self.layout.sharded:
-            for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
-                os.environ.pop(name, None)
         super().create_accelerator_and_postprocess()
         if self.layout.sharded:
             self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
@@ -95,12 +92,9 @@ class RunTrainer(Trainer, TrainerCallback):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if not self.layout.sharded or checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
-        optimizer, scheduler = (
-            torch.load(os.path.join(checkpoint, name), map_location="cpu", weights_only=True, mmap=True)
-            for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
-        )
-        load_optimizer(self.model, self.optimizer.optimizer, optimizer)
-        self.lr_scheduler.load_state_dict(scheduler)
+        load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
+        load_optimizer(self.model, self.optimizer.optimizer, load(os.path.join(checkpoint, OPTIMIZER_NAME)))
+        self.lr_scheduler.load_state_dict(load(os.path.join(checkpoint, SCHEDULER_NAME)))
 
     def stop(self, evaluation_due: bool) -> None:
         """Make the Trainer save and leave its loop. An evaluation that is due stays for the resumed run."""
@@ -117,9 +111,8 @@ class RunTrainer(Trainer, TrainerCallback):
         self.args.eval_on_start = due and self.eval_dataset is not None
         if self.checkpoint is None:
             return
-        if progress:  # version 0.1 wrote none
-            self._tr_loss.fill_(progress["loss_sum"])
-            self._globalstep_last_logged = progress["logged_step"]
+        self._tr_loss.fill_(progress["loss_sum"])
+        self._globalstep_last_logged = progress["logged_step"]
         self.lr_scheduler.last_epoch -= 1
         self.lr_scheduler.step()
 
@@ -153,8 +146,7 @@ class RunTrainer(Trainer, TrainerCallback):
     def _loader(self, dataset: Dataset, size: int) -> DataLoader:
         """Batches in the data set's order, dealt out to the processes that see different sequences."""
         turns = _Turns(len(dataset), size, self.layout.data_processes, self.data_index)
-        settings = {"collate_fn": self.data_collator, "pin_memory": self.args.dataloader_pin_memory}
-        return DataLoader(dataset, batch_sampler=turns, **settings)
+        return DataLoader(dataset, batch_sampler=turns, pin_memory=self.args.dataloader_pin_memory)
 
     def get_train_dataloader(self) -> DataLoader:
         return self._loader(self.train_dataset, self.args.per_device_train_batch_size)

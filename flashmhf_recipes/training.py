@@ -1,7 +1,6 @@
 """Training with transformers' Trainer under the paper's settings: data to tokens, exact resumption, metrics.
 
-A run's directory has run.json (its options), tokenizer/, data/ (tokens), checkpoint-N/, metrics.jsonl, loss.png, init/
-(a model that it started from) and at last the model: all that a resumed run needs.
+docs/training.md lists what a run's directory holds: all that a resumed run needs.
 """
 
 from __future__ import annotations
@@ -20,14 +19,7 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PrinterCallback,
-    TrainingArguments,
-    default_data_collator,
-    set_seed,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
 
 from flashmhf.models import loading
 from flashmhf.models.presets import SCALES, preset
@@ -45,7 +37,6 @@ from .tokenizer import train as train_tokenizer
 from .trainer import RunTrainer
 
 RUN, LOCK, TOKENIZER, DATA, INIT = "run.json", "lock", "tokenizer", "data", "init"
-CHANGES = "changes"  # in run.json beside the options: what resumptions have changed
 SHORTEST_WARMUP = 100  # steps, at the paper's learning rates
 
 logger = logging.getLogger(__name__)
@@ -63,16 +54,16 @@ class Result:
 
 
 def first_process() -> bool:
-    """Whether this is the process that writes; launchers set RANK before anything is initialised."""
+    """Return whether this is the process that writes; launchers set RANK before anything is initialised."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Result:
-    """Train from the beginning. All options are checked before anything is written.
+    """Train from the beginning. All options are checked before anything is written; a start that fails before its
+    first step removes what it wrote, but for complete tokens.
 
-    In the main thread SIGTERM and SIGINT finish and save the step; then Stopped is raised. A start that fails before
-    its first step removes what it wrote, but for complete tokens. Raises ValueError (OptionError, DataError),
-    FileExistsError where the directory holds a run or another process works in it, TrainingError, Stopped.
+    Raises ValueError (OptionError, DataError), FileExistsError where the directory holds a run or another process works
+    in it, TrainingError, and Stopped after SIGTERM or SIGINT, which finish and save the step in the main thread.
     """
     options.refuse_unused()
     options = options.resolve()
@@ -104,14 +95,12 @@ def resume(
 ) -> Result:  # fmt: skip
     """Continue a run from its last complete checkpoint, with its options and the batches it would have seen.
 
-    ``steps`` is a new length of the whole run: the schedule then ends there, and run.json records it. ``tp`` and
-    ``dp_shard`` are another layout for this call. Checkpoints that do not load are renamed. Raises FileNotFoundError
-    where there is no run, FileExistsError where another process trains it, OptionError for ``steps`` that are done,
-    TrainingError when no checkpoint loads.
+    ``steps`` is a new length of the whole run, at which the schedule then ends; ``tp`` and ``dp_shard`` are another
+    layout for this call. Raises FileNotFoundError where there is no run, FileExistsError where another process trains
+    it, OptionError for ``steps`` that are done, TrainingError when no checkpoint loads.
     """
     output = Path(output)
-    options, changes = _read_run(output)
-    options = options.resolve()
+    options = _read_run(output).resolve()
     before, options.steps = options.steps, options.steps if steps is None else steps
     stored = {"tp": options.tp, "dp_shard": options.dp_shard}
     if (tp, dp_shard) != (None, None):
@@ -132,9 +121,8 @@ def resume(
             if options.steps > done:  # without the shorter run's finished model, the last checkpoint is the run's model
                 (output / "config.json").unlink(missing_ok=True)
             if options.steps != before:
-                changes.append(_change_of_steps(arguments, done, before, options.steps))
-                settings = asdict(options) | stored | {CHANGES: changes}
-                checkpoints.write_whole(output / RUN, json.dumps(settings, indent=1) + "\n")
+                _warn_of_steps(arguments, done, before, options.steps)
+                checkpoints.write_whole(output / RUN, json.dumps(asdict(options) | stored, indent=1) + "\n")
         return _train(options, arguments, bar, callbacks, signals, checkpoint)
 
 
@@ -148,8 +136,8 @@ def _warn_of_short_warmup(options: Options, arguments: TrainingArguments) -> Non
         logger.warning(f"{what} {SHORTEST_WARMUP} can make the loss jump: set warmup={SHORTEST_WARMUP} or learn slower")
 
 
-def _read_run(output: Path) -> tuple[Options, list[dict]]:
-    """The options in run.json, and what resumptions have changed of them."""
+def _read_run(output: Path) -> Options:
+    """Return the options in run.json."""
     path = output / RUN
     if not path.exists():
         raise FileNotFoundError(f"{output} holds no run: there is no {RUN}")
@@ -157,32 +145,27 @@ def _read_run(output: Path) -> tuple[Options, list[dict]]:
         settings = json.loads(path.read_text("utf-8"))
         if not isinstance(settings, dict):
             raise TypeError(f"a {type(settings).__name__} where an object is expected")
-        changes = settings.pop(CHANGES, [])
-        # a run of version 0.1.0: its optimizer has other groups, its model another initialisation
         if "param_groups" not in settings:
-            settings["param_groups"] = False
-            if not settings.get("init_from"):
-                settings["model"] = {"ffn_init": "normal"} | settings.get("model", {})
-        return Options(**settings | {"output": str(output)}), changes
+            raise ValueError("it is of version 0.1; train its model further with init_from")
+        return Options(**settings | {"output": str(output)})
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no options that this version knows: {error}") from error
 
 
-def _change_of_steps(arguments: TrainingArguments, done: int, before: int, after: int) -> dict:
-    """What run.json records of another number of steps; a warning states it."""
+def _warn_of_steps(arguments: TrainingArguments, done: int, before: int, after: int) -> None:
+    """Say what another number of steps does to the schedule."""
 
     def rate(steps: int) -> float:
         return arguments.learning_rate * schedule(arguments, steps).lr_lambdas[0](min(done, steps))
 
     what = f"the run ends after {after:,} steps instead of {before:,}, and its schedule with it: the learning rate of"
     logger.warning(f"{what} step {done + 1:,} is {rate(after):.3g} instead of {rate(before):.3g}")
-    return {"after_step": done, "steps": [before, after], "learning_rate": [rate(before), rate(after)]}
 
 
 @contextmanager
 def _locked(output: Path) -> Iterator[None]:
-    """Hold the run's directory, on the process that writes. Raises FileExistsError that names the process which holds
-    it. The kernel frees the lock with the process, however it ends; the file stays.
+    """Hold the run's directory, on the process that writes; the kernel frees the lock with the process. Raises
+    FileExistsError that names the process which holds it.
     """
     if not first_process():
         yield
@@ -228,13 +211,12 @@ def _release(output: Path, keep_tokens: bool) -> None:
 
 
 def _load_trained(options: Options) -> tuple[PreTrainedModel, object]:
-    """The model to start from in float32, and its tokenizer; sets ``options.length`` where it is None."""
+    """Return the model to start from in float32, and its tokenizer; set ``options.length`` where it is None."""
     path = Path(options.init_from)
     if options.tokenizer and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise OptionError(f"tokenizer cannot be given with init_from: {path} has a tokenizer")
-    model, tokenizer = pretrained.load(
-        options.init_from, tokenizer_name=options.tokenizer, device="cpu", dtype="float32"
-    )
+    settings = {"tokenizer_name": options.tokenizer, "device": "cpu", "dtype": "float32"}
+    model, tokenizer = pretrained.load(options.init_from, **settings)
     if is_fp8(model):
         raise OptionError(f"init_from is {path}, a quantised model; supported: a model as it was trained")
     positions = model.config.max_position_embeddings
@@ -262,9 +244,8 @@ def _train(
                 checkpoints.save_pretrained(partial, *trained)
         if not (output / DATA / data.MANIFEST).exists():
             if checkpoint:
-                raise DataError(
-                    f"{output / DATA} has no {data.MANIFEST}: {checkpoint.name} cannot go on with its batches"
-                )
+                what = f"{output / DATA} has no {data.MANIFEST}"
+                raise DataError(f"{what}: {checkpoint.name} cannot go on with its batches")
             prepare(options, bar)
     tokenizer, tokens = load_tokenizer(str(output / TOKENIZER)), data.load(output / DATA)
     set_seed(options.seed)
@@ -278,7 +259,7 @@ def _train(
             options=options, checkpoint=checkpoint, signals=signals, model=model, args=arguments,
             train_dataset=data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed),
             eval_dataset=None if eval_tokens is None else data.Blocks(eval_tokens, options.length),
-            data_collator=default_data_collator, processing_class=tokenizer, callbacks=[recorder, *callbacks],
+            processing_class=tokenizer, callbacks=[recorder, *callbacks],
         )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     with checkpoints.writing(lambda: checkpoints.cut_off(output)):

@@ -42,16 +42,11 @@ def write(path, texts: list[str]) -> None:
         case ".jsonl.zst":
             with pyarrow.CompressedOutputStream(str(path), "zstd") as out:
                 out.write(lines)
-        case ".csv":
-            path.write_text("\ufeffother,text\n" + "".join(f'1,"{text}"\n' for text in texts))
         case ".parquet":
             parquet.write_table(table, path)
 
 
-FORMATS = ["a.jsonl", "a.jsonl.gz", "a.JSONL.ZST", "a.csv", "a.parquet"]
-
-
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.JSONL.ZST", "a.parquet"])
 def test_every_record_is_a_document(name, tmp_path):
     texts = ["one\ntwo", "fünf, 日本語", "", "last"]
     write(tmp_path / name, texts)
@@ -61,13 +56,13 @@ def test_every_record_is_a_document(name, tmp_path):
 
 
 def test_what_is_not_read_is_counted(tmp_path):
-    for name in ("x.json", "README", "sub/z.pdf", "w.parquet.gz", "a.txt"):
+    for name in ("x.json", "README", "sub/z.csv", "w.parquet.gz", "a.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
     (tmp_path / "link.txt").symlink_to(tmp_path / "nothing.txt")
     texts, left_out = read(tmp_path)
     assert texts == ["{}"]
-    names = [f"files ending in '.{end}'" for end in ("gz", "json", "pdf")]
+    names = [f"files ending in '.{end}'" for end in ("gz", "json", "csv")]
     assert left_out == dict.fromkeys([*names, "files without a suffix", "links to nothing"], 1)
 
 
@@ -81,10 +76,6 @@ BROKEN = {
     "list.jsonl": (b'{"text": "x"}\n[]\n', "line 2 is not a JSON object"),
     "number.jsonl": (b'{"text": 3}\n', "'text' holds a value of type int; supported: text"),
     "paragraphs.jsonl": (b'{"text": ["x", "y"]}\n', "'text' holds a value of type list; supported: text"),
-    "bad.csv": (b'text\n"unclosed', "unexpected end of data"),
-    "comma.csv": (b"id,text\n1,one, two\n", "line 2 has more fields than there are columns"),
-    "empty.csv": (b"", "has no column 'text'"),
-    "twice.csv": (b"text,text\na,b\n", "has 2 columns 'text'; columns: text, text"),
     "bad.parquet": (b"PAR1 is not enough", "Parquet"),
 }
 
@@ -97,20 +88,15 @@ def test_a_broken_file_is_refused_by_name(name, tmp_path):
         read(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["cut", "overwritten", "first bytes"])
+@pytest.mark.parametrize("damage", ["cut", "overwritten"])
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
 def test_a_damaged_file_is_refused_by_name(name, damage, tmp_path):
     path = tmp_path / name
     write(path, [f"number {i * i} of many" for i in range(20_000)])
     content = bytearray(path.read_bytes())
-    if damage == "cut":
-        content = content[: len(content) // 2]
-    elif damage == "overwritten":
-        middle = len(content) // 2 if name.endswith(("gz", "zst")) else len(content) - 40
-        content[middle : middle + 30] = b"\xff" * 30
-    else:
-        content[:8] = b"\xffnothing"
-    path.write_bytes(content)
+    middle = len(content) - 40 if name == "a.parquet" else len(content) // 2
+    content[middle : middle + 30] = b"\xff" * 30
+    path.write_bytes(content if damage == "overwritten" else content[:middle])
     with pytest.raises(DataError, match=f"{name} cannot be read"):
         read(path)
 
@@ -132,15 +118,11 @@ def test_datasets_library(tmp_path):
         data.hosted(str(tmp_path / "missing"), "train", "text", 0)
 
 
-@pytest.mark.parametrize("name", ["b.parquet", "b.jsonl", "b.jsonl.gz", "b.csv", "b.txt"])
-def test_a_broken_file_of_a_data_set_is_named(name, tmp_path):
+@pytest.mark.parametrize("name", ["b.parquet", "b.jsonl"])
+def test_a_broken_file_of_a_data_set_is_refused(name, tmp_path):
     write(tmp_path / f"a.{name.partition('.')[2]}", ["one", "two"])
-    if name == "b.txt":
-        (tmp_path / "a.txt").write_text("one\n")
-    whole = {"b.parquet": b"PAR1 is not enough", "b.jsonl": b'{"text": "x", "other": 1}\n{"text": \n'}
-    whole |= {"b.jsonl.gz": gzip.compress(b'{"text": "x", "other": 1}\n' * 5000)[:60], "b.txt": b"caf\xe9"}
-    (tmp_path / name).write_bytes(whole.get(name, b'other,text\n1,"two\n'))
-    with pytest.raises(DataError, match=f"cannot be read, file .*{name}: ."):
+    (tmp_path / name).write_bytes(b'{"text": "x", "other": 1}\n{"text": \n')
+    with pytest.raises(DataError, match="data set '.*' cannot be read: ."):
         list(data.hosted(str(tmp_path), "train", "text", 0))
 
 
@@ -181,15 +163,9 @@ def test_long_words_do_not_stop_tokenizer_training(text):
 # Tokens on disk
 
 
-def stored(directory, bpe, texts=("alpha beta", "gamma"), max_tokens=10**6):
-    report = data.store(
-        directory, data.Documents([{"text": text} for text in texts], "texts", Counter()), bpe, max_tokens
-    )
-    return data.load(directory), report
-
-
 def test_packing_joins_documents_with_end_of_text(bpe, tmp_path):
-    tokens, report = stored(tmp_path, bpe, ["alpha beta", " ", None, "gamma"])
+    texts = data.Documents([{"text": text} for text in ("alpha beta", " ", None, "gamma")], "texts", Counter())
+    report, tokens = data.store(tmp_path, texts, bpe, 10**6), data.load(tmp_path)
     expected = [*bpe("alpha beta")["input_ids"], 0, *bpe("gamma")["input_ids"], 0]
     assert tokens[:].tolist() == expected and tokens.dtype == "uint16"
     assert report == f"texts; left out: 2 documents without text; using all {len(expected)} tokens"
@@ -210,9 +186,8 @@ def test_a_long_document_is_cut_into_pieces_and_ends_once(text, bpe, monkeypatch
 def test_nothing_to_read(bpe, tmp_path):
     (tmp_path / "empty.txt").touch()
     documents = data.local([tmp_path], "text", 0, tmp_path / "cache")
-    with pytest.raises(
-        DataError, match="no text is left to train on: read 1 files, 1 documents.*; left out: 1 documents without text"
-    ):
+    left_out = "left out: 1 documents without text"
+    with pytest.raises(DataError, match=f"no text is left to train on: read 1 files, 1 documents.*; {left_out}"):
         data.store(tmp_path, documents, bpe, 100)
 
 
@@ -230,18 +205,14 @@ def tokens_of(values, path) -> data.Tokens:
     return data.Tokens(path, "uint16", 0, len(values))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "blocks", "length", "expected"),
-    [
-        ([10] * 10, 4, 5, 80),  # on a document
-        ([10] * 10, 5, 5, 80),  # the next one
-        ([70, 10, 17, 3], 4, 5, 80),
-        ([70, 27, 3], 2, 10, 70),  # the one before, since 3 tokens are not a block
-        ([50, 50], 4, 5, 80),  # none near: inside one
-        ([100], 4, 5, 80),
-        ([95, 5], 2, 4, 95),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "blocks", "length", "expected"), [
+    ([10] * 10, 4, 5, 80),  # on a document
+    ([10] * 10, 5, 5, 80),  # the next one
+    ([70, 10, 17, 3], 4, 5, 80),
+    ([70, 27, 3], 2, 10, 70),  # the one before, since 3 tokens are not a block
+    ([50, 50], 4, 5, 80),  # none near: inside one
+    ([95, 5], 2, 4, 95),
+])  # fmt: skip
 def test_held_out_tokens_begin_with_a_document(sizes, blocks, length, expected, tmp_path):
     values = np.ones(sum(sizes), np.uint16)
     values[np.cumsum(sizes) - 1] = 0

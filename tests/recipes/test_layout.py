@@ -12,51 +12,40 @@ from flashmhf_recipes import data, metrics, training
 from flashmhf_recipes.errors import OptionError
 from flashmhf_recipes.layout import Layout, layout_of
 
-FLAGS = (
-    "train --preset tiny --vocab-size 300 --length 32 --batch 8 --micro-batch 2 --steps 12 --log-every 1 --save-every 4"
-)
-FLAGS += " --eval-fraction 0.08 --eval-every 6 --device cpu --set eval_on_start=true"
+FLAGS = "train --preset tiny --vocab-size 300 --length 32 --batch 8 --micro-batch 2 --steps 12 --log-every 1"
+FLAGS += " --save-every 4 --eval-fraction 0.08 --eval-every 6 --device cpu --set eval_on_start=true"
 ONE_PROCESS = dict(micro_batch=2, steps=12, log_every=1, save_every=4, eval_fraction=0.08, eval_every=6)
 ONE_PROCESS["arguments"] = {"eval_on_start": True}
-LAUNCHED = {f"PARALLELISM_CONFIG_{name}_SIZE": "2" for name in ("TP", "DP_SHARD")}
-LAUNCHED["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
 
 
-@pytest.mark.parametrize(
-    ("sizes", "processes", "environment", "expected"),
-    [
-        ((None, None), 4, {}, (4, 1, 1)),
-        ((2, None), 4, {}, (1, 2, 2)),
-        ((None, 2), 4, {}, (2, 2, 1)),
-        ((2, 2), 8, {}, (2, 2, 2)),
-        ((4, 1), 4, {}, (1, 1, 4)),
-        ((None, None), 4, {"ACCELERATE_USE_FSDP": "true"}, (1, 4, 1)),
-        ((None, None), 1, {"ACCELERATE_USE_FSDP": "true"}, (1, 1, 1)),
-        ((None, None), 4, LAUNCHED, (1, 2, 2)),
-        ((1, 4), 4, LAUNCHED, (1, 4, 1)),
-    ],
-)
-def test_layouts(sizes, processes, environment, expected):
-    layout = layout_of(*sizes, processes, environment)
-    assert layout == Layout(*expected)
-    assert [layout.data_index(rank) for rank in range(processes)] == [rank // expected[2] for rank in range(processes)]
+@pytest.mark.parametrize(("sizes", "processes", "expected"), [
+    ((None, None), 4, (4, 1, 1)),
+    ((2, None), 4, (1, 2, 2)),
+    ((None, 2), 4, (2, 2, 1)),
+    ((2, 2), 8, (2, 2, 2)),
+    ((4, 1), 4, (1, 1, 4)),
+    ((3, None), 4, "tp is 3; it must divide the 4 processes"),
+    ((2, 3), 4, "dp_shard is 3; it must divide the 2 groups of tp processes"),
+    ((2, 1), 4, "dp_shard is 1 with tp = 2 on 4 processes"),
+])  # fmt: skip
+def test_layouts(sizes, processes, expected):
+    if isinstance(expected, str):
+        with pytest.raises(OptionError, match=expected):
+            layout_of(*sizes, processes)
+    else:
+        layout = layout_of(*sizes, processes)
+        assert layout == Layout(*expected)
+        assert list(map(layout.data_index, range(processes))) == [rank // expected[2] for rank in range(processes)]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "processes", "message"),
-    [
-        ((3, None), 4, "tp is 3; it must divide the 4 processes"),
-        ((2, 3), 4, r"dp_shard is 3; it must divide the 2 groups of tp processes"),
-        ((2, 1), 4, "dp_shard is 1 with tp = 2 on 4 processes"),
-    ],
-)
-def test_layouts_that_there_are_not(sizes, processes, message):
-    with pytest.raises(OptionError, match=message):
-        layout_of(*sizes, processes, {})
+def test_what_accelerate_was_told_is_refused(monkeypatch):
+    """Its FSDP would shard what the layout shards, or, left out, not be there."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(OptionError, match="accelerate launch set ACCELERATE_USE_FSDP; give tp and dp_shard instead"):
+        layout_of(None, None, 4)
 
 
 @pytest.mark.parametrize(("ffn", "model", "message"), [
-    ("pkv", {}, "tp is 2: .* without a FlashMHF, MHFFN or SwiGLU network"),
     ("dense_moe", {}, "tp is 2: .* without a FlashMHF, MHFFN or SwiGLU network"),
     ("flashmhf", {"ffn_num_heads": 1},
      r"tp is 2: model.layers.0.mlp has H = 1 heads .* size 2; supported: sizes that divide H"),

@@ -138,8 +138,6 @@ def test_another_schedule_has_any_learning_rate():
         ("min_learning_rate", (-1e-5, math.nan, "low")),
         ("warmup", (-1.0, math.nan, math.inf, "long")),
         ("weight_decay", (-0.1, math.nan, math.inf)),
-        ("betas", ((1.0, 0.9), (0.9, math.nan), (0.9,), 0.9)),
-        ("max_grad_norm", (-1.0, math.nan)),
         ("eval_fraction", (-0.1, 1.0, math.nan)),
         ("seed", (-1, 1 << 32, 0.5)),
         ("keep", (1, 2.5)),

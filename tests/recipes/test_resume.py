@@ -18,15 +18,7 @@ from lm_runs import HELD_OUT, At, interrupt, options, same_run, start
 from flashmhf_recipes import checkpoints, cli, data, metrics, pretrained, training
 from flashmhf_recipes.errors import DataError, TrainingError
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
-
-
-@pytest.fixture(scope="module")
-def no_pictures():
-    """loss.png takes a quarter of such a short run; test_training.py looks at it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "draw_losses", lambda *_: None)
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -88,25 +80,19 @@ def signals(number: int, event: str, step: int) -> At:
     return At(event, step, lambda **_: os.kill(os.getpid(), number))
 
 
-@pytest.mark.parametrize(
-    ("number", "event", "step", "saved", "save_strategy"),
-    [
-        # which is the whole run: at its end the step's checkpoint is there
-        (signal.SIGTERM, "on_step_begin", 6, 7, "epoch"),
-        (signal.SIGINT, "on_step_begin", 6, 7, "steps"),
-        (signal.SIGTERM, "on_step_begin", 9, 10, "steps"),  # an evaluation is due
-        (signal.SIGTERM, "on_prediction_step", 10, 10, "steps"),
-        (signal.SIGTERM, "on_save", 10, 11, "steps"),
-        (signal.SIGTERM, "on_prediction_step", 20, 20, "steps"),  # the last step
-    ],
-)
+@pytest.mark.parametrize(("number", "event", "step", "saved", "save_strategy"), [
+    (signal.SIGTERM, "on_step_begin", 6, 7, "epoch"),  # the whole run: at its end the step's checkpoint is there
+    (signal.SIGINT, "on_step_begin", 6, 7, "steps"),
+    (signal.SIGTERM, "on_step_begin", 9, 10, "steps"),  # an evaluation is due
+    (signal.SIGTERM, "on_prediction_step", 10, 10, "steps"),
+    (signal.SIGTERM, "on_save", 10, 11, "steps"),
+    (signal.SIGTERM, "on_prediction_step", 20, 20, "steps"),  # the last step
+])  # fmt: skip
 def test_a_signal_finishes_the_step_and_saves(number, event, step, saved, save_strategy, text, expected, tmp_path):
     handlers = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)]
     output = tmp_path / "run"
-    with pytest.raises(
-        training.Stopped, match=f"stopped by {number.name} after step {saved}, which is saved"
-    ) as stopped:
-        run = options(output, text, arguments={"save_strategy": save_strategy}, **HELD_OUT)
+    run = options(output, text, arguments={"save_strategy": save_strategy}, **HELD_OUT)
+    with pytest.raises(training.Stopped, match=f"by {number.name} after step {saved}, which is saved") as stopped:
         training.start(run, bar=False, callbacks=[signals(number, event, step)])
     assert stopped.value.signum == number and (output / f"checkpoint-{saved}" / "complete").exists()
     assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)] == handlers
@@ -131,25 +117,17 @@ def half(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "old_mark"),
-    [
-        *((name, half, False) for name in ("model.safetensors", "optimizer.pt", "rng_state.pth")),
-        # as version 0.1 wrote it: empty
-        *((name, half, True) for name in ("model.safetensors", "scheduler.pt", "trainer_state.json")),
-        ("model.safetensors", lambda content: b"", False),
-        ("model.safetensors", lambda content: bytes(len(content)), False),
-        ("complete", lambda content: b"x", False),
-        ("complete", lambda content: b"[]", False),
-        ("trainer_state.json", lambda content: b"\xff" * len(content), False),
-        ("rng_state.pth", lambda content: content.replace(b"numpy", b"NUMPY"), False),
-    ],
-)
-def test_a_damaged_checkpoint_is_set_aside(name, damage, old_mark, run, expected, caplog):
+@pytest.mark.parametrize(("name", "damage"), [
+    *((name, half) for name in ("model.safetensors", "optimizer.pt", "trainer_state.json")),
+    ("model.safetensors", lambda content: bytes(len(content))),
+    ("complete", lambda content: b"x"),
+    ("complete", lambda content: b"[]"),
+    ("trainer_state.json", lambda content: b"\xff" * len(content)),
+    ("rng_state.pth", lambda content: content.replace(b"numpy", b"NUMPY")),
+])  # fmt: skip
+def test_a_damaged_checkpoint_is_set_aside(name, damage, run, expected, caplog):
     checkpoint = run / "checkpoint-20"
     (checkpoint / name).write_bytes(damage((checkpoint / name).read_bytes()))
-    if old_mark:
-        (checkpoint / "complete").write_text("")
     training.resume(run, bar=False)
     same_run(run, expected)
     assert re.search(rf"checkpoint-20 is damaged: {name}.*it is now damaged-checkpoint-20", caplog.text)
@@ -191,16 +169,13 @@ def test_files_have_the_permissions_of_the_umask(text, tmp_path):
     assert {path.stat().st_mode & 0o777 for path in output.rglob("*") if path.is_file()} == {0o640}
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("manifest.json", None, "data has no manifest.json: checkpoint-20 cannot go on with its batches"),
-        ("manifest.json", b"x", "manifest.json is damaged: JSONDecodeError"),
-        ("manifest.json", b"{}", "manifest.json is damaged: KeyError"),
-        ("tokens.bin", None, r"tokens.bin is damaged: it has 0 bytes, and by manifest.json [\d,]+ tokens of uint16"),
-        ("tokens.bin", b"short", "tokens.bin is damaged: it has 5 bytes"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("manifest.json", None, "data has no manifest.json: checkpoint-20 cannot go on with its batches"),
+    ("manifest.json", b"x", "manifest.json is damaged: JSONDecodeError"),
+    ("manifest.json", b"{}", "manifest.json is damaged: KeyError"),
+    ("tokens.bin", None, r"tokens.bin is damaged: it has 0 bytes, and by manifest.json [\d,]+ tokens of uint16"),
+    ("tokens.bin", b"short", "tokens.bin is damaged: it has 5 bytes"),
+])  # fmt: skip
 def test_damaged_tokens_are_refused(name, content, message, run):
     """Tokens made anew could be others: more are wanted for more steps."""
     path = run / "data" / name
@@ -213,9 +188,7 @@ def test_without_a_checkpoint_that_loads_nothing_is_trained(run):
     (run / "checkpoint-10" / "optimizer.pt").unlink()
     (run / "checkpoint-20" / "model.safetensors").write_bytes(b"short")
     for _ in range(2):  # not from the first step at the second attempt either
-        with pytest.raises(
-            TrainingError, match="no checkpoint that loads; damaged are: damaged-checkpoint-10, damaged-checkpoint-20"
-        ):
+        with pytest.raises(TrainingError, match="no checkpoint that loads; damaged are: .*-10, damaged-checkpoint-20"):
             training.resume(run, bar=False)
     assert not list(run.glob("checkpoint-*"))
 
@@ -227,25 +200,15 @@ def test_a_finished_run_without_checkpoints_is_not_trained_again(expected, tmp_p
     assert (output / "metrics.jsonl").read_text() == (expected / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"output": "x", "later": 1}'])
-def test_options_that_cannot_be_read(content, tmp_path):
+@pytest.mark.parametrize(("content", "message"), [
+    ("", "Expecting value"), ("[]", "a list where an object is expected"),
+    ('{"param_groups": true, "output": "x", "later": 1}', "unexpected keyword argument 'later'"),
+    ('{"output": "x"}', "it is of version 0.1; train its model further with init_from"),
+])  # fmt: skip
+def test_options_that_cannot_be_read(content, message, tmp_path):
     (tmp_path / "run.json").write_text(content)
-    with pytest.raises(ValueError, match="run.json holds no options that this version knows"):
+    with pytest.raises(ValueError, match=f"run.json holds no options that this version knows: .*{message}"):
         training.resume(tmp_path, bar=False)
-
-
-def test_a_run_of_an_earlier_version_keeps_its_groups_and_initialisation(text, tmp_path):
-    """run.json of 0.1.0 knows no param_groups; its model was "normal", its optimizer had transformers' two groups."""
-    earlier = dict(param_groups=False, model={"ffn_init": "normal"})
-    uninterrupted = start(tmp_path / "expected", text, **earlier).output
-    # before the first checkpoint: the model is made anew
-    stopped = interrupted(options(tmp_path / "run", text, **earlier), 7)
-    stored = json.loads((stopped / "run.json").read_text())
-    del stored["param_groups"]
-    stored["model"] = {}
-    (stopped / "run.json").write_text(json.dumps(stored))
-    training.resume(stopped, bar=False)
-    same_run(stopped, uninterrupted)
 
 
 def test_only_what_a_run_wrote_is_touched(run, expected):
@@ -341,26 +304,20 @@ def test_a_start_overwrites_nothing(name, text, tmp_path):
     assert [path.name for path in output.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("steps", [30])
-def test_a_longer_run_states_its_schedule(steps, run, text, tmp_path, caplog):
-    """Learning rates from the resumption on, that of its first step included, are those of a run of that length."""
-    assert training.resume(run, steps=steps, bar=False).steps == steps
-    stated = (
-        f"the run ends after {steps} steps instead of 20, and its schedule with it: the learning rate of step 21 is"
-    )
-    assert stated in caplog.text
-    settings = json.loads((run / "run.json").read_text())
-    assert settings["steps"] == steps
-    assert [(c["after_step"], c["steps"]) for c in settings["changes"]] == [(20, [20, steps])]
-    whole = start(tmp_path / "whole", text, steps=steps, log_every=1, **HELD_OUT).output
+def test_a_longer_run_states_its_schedule(run, text, tmp_path, caplog):
+    """Learning rates from the resumption on are those of a run of that length."""
+    assert training.resume(run, steps=30, bar=False).steps == 30
+    stated = "the run ends after 30 steps instead of 20, and its schedule with it: the learning rate of step 21 is"
+    assert stated in caplog.text and json.loads((run / "run.json").read_text())["steps"] == 30
+    whole = start(tmp_path / "whole", text, steps=30, log_every=1, **HELD_OUT).output
     rates, expected = (
         {row["step"]: row["learning_rate"] for row in metrics.read_rows(o) if "loss" in row} for o in (run, whole)
     )
-    later = [step for step in rates if step > 20]
-    assert later == ([21] if steps == 21 else [25, 30]) and all(rates[step] == expected[step] for step in later)
-    assert training.resume(run, bar=False).steps == steps
-    with pytest.raises(ValueError, match=f"steps is {steps}; the run has done {steps} steps"):
-        training.resume(run, steps=steps, bar=False)
+    assert [step for step in rates if step > 20] == [25, 30]
+    assert all(rates[step] == expected[step] for step in (25, 30))
+    assert training.resume(run, bar=False).steps == 30
+    with pytest.raises(ValueError, match="steps is 30; the run has done 30 steps"):
+        training.resume(run, steps=30, bar=False)
 
 
 @pytest.fixture(scope="module")
@@ -388,9 +345,8 @@ def test_further_training_of_a_run(expected, other_text, tmp_path, monkeypatch):
     ids = [blocks[i]["input_ids"] for i in range(8)]
     first = sum(model(row[None], labels=row[None]).loss.item() for row in ids) / 8
     assert metrics.read_rows(whole.output)[0]["loss"] == pytest.approx(first, rel=1e-4)
-    assert (whole.output / "tokenizer" / "tokenizer.json").read_text() == (
-        expected / "tokenizer" / "tokenizer.json"
-    ).read_text()
+    ours, theirs = (output / "tokenizer" / "tokenizer.json" for output in (whole.output, expected))
+    assert ours.read_text() == theirs.read_text()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(data, "local", interrupt)
         training.start(further(output, copy, source), bar=False)
@@ -402,18 +358,14 @@ def test_further_training_of_a_run(expected, other_text, tmp_path, monkeypatch):
     same_run(output, whole.output)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"preset": "tiny"}, "preset cannot be given with init_from"),
-        ({"model": {"ffn_q_norm": True}}, "model cannot be given with init_from"),
-        ({"vocab_size": 300}, "vocab_size cannot be given with init_from"),
-        ({"steps": None}, "steps must be given with init_from"),
-        ({"learning_rate": None}, "learning_rate must be given with init_from"),
-        ({"tokenizer": "x"}, "tokenizer cannot be given with init_from: .* has a tokenizer"),
-        ({"length": 256}, "length is 256; the model of init_from has 128 positions"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"preset": "tiny"}, "preset cannot be given with init_from"),
+    ({"model": {"ffn_q_norm": True}}, "model cannot be given with init_from"),
+    ({"steps": None}, "steps must be given with init_from"),
+    ({"learning_rate": None}, "learning_rate must be given with init_from"),
+    ({"tokenizer": "x"}, "tokenizer cannot be given with init_from: .* has a tokenizer"),
+    ({"length": 256}, "length is 256; the model of init_from has 128 positions"),
+])  # fmt: skip
 def test_refused_further_training(settings, message, expected, other_text, tmp_path):
     with pytest.raises(ValueError, match=message):
         training.start(further(tmp_path / "run", other_text, expected, **settings), bar=False)
@@ -458,14 +410,11 @@ def test_a_file_system_without_locks_is_warned_of_and_a_held_lock_names_its_hold
         assert f"{run} cannot be locked ({os.strerror(code)}): see to it that one process trains" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("where", "times", "message"),
-    [
-        ("step", 1, "stopped by SIGTERM after step 3, which is saved; continue with: flashmhf train --resume --output"),
-        ("step", 2, "a second signal ends at once"),
-        ("tokens", 1, "stopped by SIGTERM before the first step; continue with: flashmhf train --resume --output"),
-    ],
-)
+@pytest.mark.parametrize(("where", "times", "message"), [
+    ("step", 1, "stopped by SIGTERM after step 3, which is saved; continue with: flashmhf train --resume --output"),
+    ("step", 2, "a second signal ends at once"),
+    ("tokens", 1, "stopped by SIGTERM before the first step; continue with: flashmhf train --resume --output"),
+])  # fmt: skip
 def test_the_command_stops_on_signals(where, times, message, text, tmp_path, monkeypatch, capfd):
     start, encode = training.start, data.encode
 
