@@ -65,9 +65,8 @@ def has_tangent(*tensors: Tensor | None) -> bool:
 
 
 def is_observed(device_type: str) -> bool:
-    """Return whether something sees or changes the single calls of a network's parts on this device type: autocast,
-    global hooks, a torch.func transform, forward mode, torch.jit.trace, a dispatch or function mode. What
-    ``torch.compile`` and ``torch.export`` trace with does not count.
+    """Return whether something sees or changes single calls of a network's parts on this device type: autocast, global
+    hooks, torch.func, forward mode, torch.jit.trace, a dispatch or function mode other than torch.compile's own.
     """
     if autocasts(device_type) or module._global_forward_pre_hooks or module._global_forward_hooks:
         return True

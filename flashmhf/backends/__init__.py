@@ -36,13 +36,13 @@ def select(
     backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, activation: str = "silu"
 ) -> Backend:
     """Return the back end. Raises ValueError for an unknown name, NotImplementedError for one that cannot run."""
-    return _select(BACKENDS | {REFERENCE: reference}, tuple(BACKENDS), backend, device, dtype, d_h, d_e, activation)
+    return _select(BACKENDS | {REFERENCE: reference}, backend, device, dtype, d_h, d_e, activation)
 
 
 @functools.cache
 def select_fp8(backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int) -> Fp8Backend:
     """Return the FP8 back end, as :func:`select` does."""
-    return _select(FP8_BACKENDS, tuple(FP8_BACKENDS), backend, device, dtype, d_h, d_e, "silu")
+    return _select(FP8_BACKENDS, backend, device, dtype, d_h, d_e, "silu")
 
 
 def chooses_hopper(
@@ -53,12 +53,10 @@ def chooses_hopper(
     return backend in ("auto", "hopper") and hopper.why_not(device, dtype, **case) is None
 
 
-def _select(
-    known: dict[str, _T], order: tuple[str, ...], backend: str, device, dtype, d_h: int, d_e: int, activation: str
-) -> _T:
+def _select(known: dict[str, _T], backend: str, device, dtype, d_h: int, d_e: int, activation: str) -> _T:
     check_name(backend, names=("auto", *known))
-    reasons = {}
-    for name in order if backend == "auto" else (backend,):
+    reasons, automatic = {}, [name for name in known if name != REFERENCE]
+    for name in automatic if backend == "auto" else [backend]:
         reasons[name] = known[name].why_not(device, dtype, d_h=d_h, d_e=d_e, activation=activation)
         if reasons[name] is None:
             return known[name]

@@ -1,6 +1,4 @@
-"""``backend="reference"``: the definition as a back end. It materialises the T x d_ff intermediate per head. "auto"
-never selects it. ``flashmhf.ops.mix`` calls it above autograd: PyTorch differentiates, transforms and exports it.
-"""
+"""``backend="reference"``: the definition, materialised, as a back end, which ``ops.mix`` calls above autograd."""
 
 from __future__ import annotations
 

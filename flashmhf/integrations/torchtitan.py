@@ -114,10 +114,9 @@ def feed_forward(
 def _shard(network: TitanFlashMHF.Config, cfg: FeedForward.Config) -> None:
     """Shard K, U, V and the router by heads, in_proj by columns, out_proj by rows; x and result lie as for ``cfg``."""
     placed = {name: dense_param_placement(tp=spmd.S(dim)) for name, dim in FlashMHF.SHARDED.items()}
-    network.sharding_config = ShardingConfig(
-        state_shardings={name: placement for name, placement in placed.items() if "." not in name},
-        **{name: getattr(cfg.sharding_config, name) for name in ("in_src_shardings", "in_dst_shardings")},
-    )
+    own = {name: placement for name, placement in placed.items() if "." not in name}
+    inputs = {name: getattr(cfg.sharding_config, name) for name in ("in_src_shardings", "in_dst_shardings")}
+    network.sharding_config = ShardingConfig(state_shardings=own, **inputs)
     network.in_proj.sharding_config = colwise_config()
     network.out_proj.sharding_config = cfg.w2.sharding_config
     if network.q_norm is not None:

@@ -148,10 +148,9 @@ def _read_state(directory: Path) -> dict[str, Tensor]:
 
 
 def load_official(
-    directory: str | Path,
-    dtype: torch.dtype | None = None,
+    directory: str | Path, dtype: torch.dtype | None = None,
     model_class: type[FlashMHFPreTrainedModel] = FlashMHFForCausalLM,
-) -> FlashMHFPreTrainedModel:
+) -> FlashMHFPreTrainedModel:  # fmt: skip
     """Load an official checkpoint directory as our model, in eval mode on the CPU.
 
     dtype: None for the stored one. model_class: a FlashMHFFor... class, for the official models with other heads.

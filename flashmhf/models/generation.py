@@ -21,7 +21,7 @@ class _RefuseNotFinite(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not scores.isfinite().all():
-            raise ValueError("the model's logits are not finite: damaged weights, or a dtype of too small a range")
+            raise ValueError("the model's logits are not finite: its weights are damaged, or its dtype too narrow")
         return scores
 
 
@@ -75,17 +75,12 @@ def generate(
         set_seed(seed)
     # top_k: transformers' own default samples from the 50 likeliest tokens.
     sampled = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    sampling = sampled if temperature else {"do_sample": False}
-    settings = GenerationConfig(
-        max_new_tokens=min(max_new_tokens, room), eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id, **sampling,
-    )  # fmt: skip
+    how = {"max_new_tokens": min(max_new_tokens, room)} | (sampled if temperature else {"do_sample": False})
+    settings = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id, **how)
     # transformers would take what ``settings`` leaves open from the model's own, such as beams. A view shares modules.
     view = copy.copy(model)
     view.generation_config = GenerationConfig()
     inputs = torch.tensor([ids], device=model.device)
-    out = view.generate(
-        inputs, attention_mask=torch.ones_like(inputs), generation_config=settings, streamer=streamer,
-        logits_processor=LogitsProcessorList([_RefuseNotFinite()]),
-    )  # fmt: skip
+    watched = {"streamer": streamer, "logits_processor": LogitsProcessorList([_RefuseNotFinite()])}
+    out = view.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings, **watched)
     return tokenizer.decode(out[0], **_DECODING)[len(tokenizer.decode(ids, **_DECODING)) :]

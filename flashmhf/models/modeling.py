@@ -1,6 +1,4 @@
-"""transformers' Llama with the feed-forward network taken from :mod:`flashmhf.nn`. Attention, rotary embeddings, cache,
-loss and generation are transformers' own; every block is x + ffn(RMSNorm(x)) after attention.
-"""
+"""transformers' Llama with a network of :mod:`flashmhf.nn`: x + ffn(RMSNorm(x)) after each block's attention."""
 
 from __future__ import annotations
 

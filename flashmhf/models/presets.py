@@ -68,11 +68,9 @@ class Preset:
 def _table() -> dict[str, Preset]:
     presets = {}
 
-    def add(
-        scale: str, ffn: str, layers: int, intermediate: int, heads=None, subnets=None, printed=None, suffix=""
-    ) -> None:
+    def add(scale: str, ffn: str, layers: int, d_ff: int, heads=None, subnets=None, printed=None, suffix="") -> None:
         name = f"{ffn}-{scale}{suffix}"
-        presets[name] = Preset(name, ffn, SCALES[scale], layers, intermediate, heads, subnets, printed)
+        presets[name] = Preset(name, ffn, SCALES[scale], layers, d_ff, heads, subnets, printed)
 
     add("128m", "swiglu", 12, 2048, printed=117.96 * MIB)
     add("370m", "swiglu", 24, 2752, printed=388.05 * MIB)

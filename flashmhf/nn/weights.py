@@ -27,9 +27,7 @@ def check_held(name: str, module: nn.Module, empty: bool = False, offloaded: boo
 
 
 def mark_drawn(module: nn.Module) -> None:
-    """Have transformers' ``init_weights`` leave ``module`` alone, as it leaves what it has drawn or loaded itself:
-    a model that gets this one as a part calls it. Nothing is marked on the meta device.
-    """
+    """Have transformers' ``init_weights``, which a model calls for new parts, leave ``module`` alone unless on meta."""
     if not any(parameter.is_meta for parameter in module.parameters()):
         for part in module.modules():
             part._is_hf_initialized = True

@@ -153,15 +153,10 @@ def _in_graph(call: Call) -> Tensor | None:
 _BEFORE, _AFTER = "Tensor x, Tensor in_w, Tensor? in_bias", "float eps, Tensor out_w, Tensor? out_bias"
 _TAIL = 'Tensor? q_norm=None, float q_norm_eps=0.0, *, str backend="auto"'
 _ENDS = ("x", "in_w", "in_bias", "out_w", "out_bias")
-define(
-    "layer",
-    f'({_BEFORE}, Tensor k, Tensor u, Tensor v, Tensor? w, {_AFTER}, {_TAIL}, str activation="silu") -> Tensor', _layer,
-    _checked_values, _fake, _in_graph, casts=(*_ENDS, *"kuv"),
-)  # fmt: skip
-define(
-    "fp8_layer", f"({_BEFORE}, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w, {_AFTER}, {_TAIL}) -> Tensor",
-    _fp8_layer, _checked_values, _fake, _in_graph, casts=_ENDS,
-)  # fmt: skip
+_PLAIN = f'({_BEFORE}, Tensor k, Tensor u, Tensor v, Tensor? w, {_AFTER}, {_TAIL}, str activation="silu") -> Tensor'
+_FP8 = f"({_BEFORE}, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w, {_AFTER}, {_TAIL}) -> Tensor"
+define("layer", _PLAIN, _layer, _checked_values, _fake, _in_graph, casts=(*_ENDS, *"kuv"))
+define("fp8_layer", _FP8, _fp8_layer, _checked_values, _fake, _in_graph, casts=_ENDS)
 register_vmap("layer", 0)
 register_vmap("fp8_layer", 0)
 

@@ -46,10 +46,8 @@ def library() -> str | None:
         return f"its CUDA library has version {info['version']}, the package has {__version__}; install flashmhf again"
     runtime, supported = info["cuda_version"], driver.version()
     if supported // 1000 < int(runtime.split(".")[0]):
-        return (
-            f"the NVIDIA driver supports CUDA {supported // 1000}.{supported % 1000 // 10} but the library was built "
-            f"with CUDA {runtime}; update the driver or rebuild with an older nvcc (12.4 or later)"
-        )
+        found = f"CUDA {supported // 1000}.{supported % 1000 // 10} but the library was built with CUDA {runtime}"
+        return f"the NVIDIA driver supports {found}; update the driver or rebuild with an older nvcc (12.4 or later)"
     fakes.register()
     return None
 
@@ -98,10 +96,8 @@ def _unreadable(x: Tensor) -> str | None:
     strides = [stride for _, stride in axes] + ([x.stride(-2)] if x.shape[-2] > 1 else [])
     size = x.element_size()
     if not _is_aligned(x) or any(stride * size % TMA_ALIGNMENT or stride <= 0 for stride in strides):
-        return (
-            f"the strides {list(x.stride())} or the storage offset {x.storage_offset()} are not positive multiples of "
-            f"{TMA_ALIGNMENT} bytes ({TMA_ALIGNMENT // size} elements)"
-        )
+        found = f"the strides {list(x.stride())} or the storage offset {x.storage_offset()}"
+        return f"{found} are not positive multiples of {TMA_ALIGNMENT} bytes ({TMA_ALIGNMENT // size} elements)"
     return None
 
 

@@ -35,12 +35,10 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, act
     if interpreted and dtype == torch.bfloat16:
         return "dtype is bfloat16, whose product Triton's interpreter gets wrong; supported there: float16, float32"
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < MIN_CAPABILITY[dtype]:
-            return (
-                f"device has compute capability {capability[0]}.{capability[1]}; supported for {name_of(dtype)}: "
-                f"{MIN_CAPABILITY[dtype][0]}.{MIN_CAPABILITY[dtype][1]} or later"
-            )
+        (major, minor), least = torch.cuda.get_device_capability(device), MIN_CAPABILITY[dtype]
+        if (major, minor) < least:
+            supported = f"{least[0]}.{least[1]} or later"
+            return f"device has compute capability {major}.{minor}; supported for {name_of(dtype)}: {supported}"
     if d_h not in HEAD_DIMS:
         return f"d_h is {d_h}; supported: {', '.join(map(str, HEAD_DIMS))}"
     if d_e % SUBNET_DIM_MULTIPLE:

@@ -165,10 +165,8 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activa
     with _launching(q.device):
         config = _config(q, "forward", k.shape[2])
         arguments = _Weights(k, u, v, config.inter).arguments() | _Rows(q, "q").arguments() | _gate_arguments(r)
-        return _token_result(
-            kernels.forward_kernel, q, k, config,
-            {"q": q, "ACTIVATION": activation, "BEHIND": config.behind, **arguments}, "out", q.dtype,
-        )  # fmt: skip
+        arguments |= {"q": q, "ACTIVATION": activation, "BEHIND": config.behind}
+        return _token_result(kernels.forward_kernel, q, k, config, arguments, "out", q.dtype)
 
 
 def _gate_arguments(r: Tensor | None) -> dict[str, object]:
