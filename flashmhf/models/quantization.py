@@ -1,15 +1,17 @@
 """What a model of transformers is made of beside its class: which networks are FlashMHF, and which of them in FP8.
 
 It is recorded as ``quantization_config``: transformers' one mechanism by which a package changes modules before weights
-are loaded. Importing this module registers the method "flashmhf" and wraps four methods of transformers' base classes:
-``save_pretrained`` records, ``from_config`` builds what is recorded, ``init_weights`` has our networks draw themselves,
-and config.json is written such that transformers by itself refuses to load it.
+are loaded. Importing this module registers the method "flashmhf" and wraps five methods of transformers' base classes:
+``save_pretrained`` records, ``from_pretrained`` refuses a configuration without the record, ``from_config`` builds what
+is recorded, ``init_weights`` has our networks draw themselves, and transformers alone refuses the config.json.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -291,6 +293,17 @@ def _save(method: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) ->
     if not getattr(self, "_hf_peft_config_loaded", False):  # else it stores adapters, and no configuration
         record(self)
     return method(self, *args, **kwargs)
+
+
+@_wrapped(PreTrainedModel, "from_pretrained")
+def _load(method: Callable, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+    stored = Path(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "", "config.json")
+    if isinstance(config, PreTrainedConfig) and _method(config) is None and stored.is_file():
+        # without the record transformers would draw SwiGLU networks, and only warn
+        found = json.loads(stored.read_text("utf-8")).get("quantization_config") or {}
+        if found.get("quant_method") == METHOD:
+            raise ValueError(f"config lacks the record of networks that {stored} has; supported: that configuration")
+    return method(pretrained_model_name_or_path, *args, config=config, **kwargs)
 
 
 @_wrapped(PreTrainedModel, "_from_config")

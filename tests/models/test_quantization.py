@@ -198,6 +198,16 @@ def test_a_model_of_its_configuration_alone(fp8, tmp_path):
     same_bits(empty, model)
 
 
+def test_a_given_configuration_without_the_record_is_refused(tmp_path):
+    model = replaced()
+    model.save_pretrained(tmp_path)
+    other = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
+    for given in (AutoModelForCausalLM, transformers.LlamaForCausalLM):
+        with pytest.raises(ValueError, match="config lacks the record of networks that .*config.json has"):
+            given.from_pretrained(pretrained_model_name_or_path=tmp_path, config=transformers.LlamaConfig(**other))
+        same_bits(given.from_pretrained(tmp_path, config=model.config), model)
+
+
 def test_transformers_by_itself_refuses(tmp_path):
     """It warns about a method that it does not know, and would draw SwiGLU networks."""
     replaced().save_pretrained(tmp_path)
