@@ -28,10 +28,7 @@ __global__ void __launch_bounds__(row_tile_threads) flashmhf_backward_collect(co
     for (int part = 1; part < p.parts; ++part) {
         src += p.part_stride / 4;
 #pragma unroll
-        for (int j = 0; j < cols / 8; ++j) {
-            const float4 v = __ldcs(src + 128 * j);
-            sums[j] = {sums[j].x + v.x, sums[j].y + v.y, sums[j].z + v.z, sums[j].w + v.w};
-        }
+        for (int j = 0; j < cols / 8; ++j) add(sums[j], __ldcs(src + 128 * j));
     }
 #pragma unroll
     for (int j = 0; j < cols / 8; ++j) staged.fragment(j, thread) = sums[j];

@@ -1,9 +1,9 @@
 // Loader warps of the inter-stationary kernels: 0 weights, Q and dO; 1 sums of dQ; 2 the gate; 3 sums of dR. This role has few registers.
 #pragma once
 
-#include "backward/inter_barriers.h"
+#include "backward/inter_shared_memory.cuh"
 #include "backward/inter_work.cuh"
-#include "common/ring.h"
+#include "common/barriers.h"
 #include "common/tma.cuh"
 #include "common/token_tile.cuh"
 #include "common/trace.cuh"

@@ -1,13 +1,13 @@
 // S role of the inter-stationary kernels: [M|N] = Q [K;U]^T and dA = dO V^T, the elementwise part, and dQ in the fused kernel.
 #pragma once
 
-#include "backward/inter_barriers.h"
+#include "backward/inter_shared_memory.cuh"
 #include "backward/inter_work.cuh"
 #include "backward/rows.cuh"
 #include "backward/swiglu_grad.cuh"
+#include "common/barriers.h"
 #include "common/fragments.cuh"
 #include "common/ptx.cuh"
-#include "common/ring.h"
 #include "common/tma.cuh"
 #include "common/trace.cuh"
 #include "kittens.cuh"
@@ -53,11 +53,12 @@ template <typename T, typename Shared> struct GradTiles {
 
 // a and c of all of M, while `pending` later products are in the tensor cores. The pins and a branch, which is the caller's next wait, keep
 // the compiler from moving the special functions behind those products.
-template <int pending, typename MN, typename Slope> __device__ __forceinline__ void start_slopes(MN &mn, Slope &slope) {
+template <typename Activation, int pending, typename MN, typename Slope>
+__device__ __forceinline__ void start_slopes(MN &mn, Slope &slope) {
     kittens::warpgroup::mma_async_wait<pending>();
     pin(mn);
 #pragma unroll
-    for (int j = 0; j < Slope::width; ++j) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
+    for (int j = 0; j < Slope::width; ++j) activate<Activation>(mn.tiles[0][j], slope.tiles[0][j]);
     pin(mn);
     pin(slope);
 }
@@ -88,9 +89,9 @@ template <typename T, typename Shared> __device__ __forceinline__ void scores(Sh
         }
         // give W P, [dM|dN] of tile i - 1, behind these products
         if (it > work.begin) tiles.hand_over(buffer.slot ^ 1);
-        // wait for [M|N];  a = silu(M), c = silu'(M)  (while dA still runs)
+        // wait for [M|N];  a = act(M), c = act'(M)  (while dA still runs)
         const float2 r = {shared.r[q.slot][row], shared.r[q.slot][row + 8]};
-        start_slopes<P::keys>(mn, slope);
+        start_slopes<typename P::Activation, P::keys>(mn, slope);
         if (it >= work.begin + 2) wait(shared.grads_empty[buffer.slot], buffer.phase ^ 1);  // the buffers start empty
         // wait for dA
         warpgroup::mma_async_wait<0>();
@@ -156,8 +157,8 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
         if (index == 1 || left < work.end - work.begin)
             arrive(barrier<warpgroup_warps * P::s_warpgroups>(products_issued_barrier + (index ^ 1)));
         const float2 r = {shared.r[ring.slot][row], shared.r[ring.slot][row + 8]};
-        // wait for [M|N];  a = silu(M), c = silu'(M)  (while dA still runs)
-        if constexpr (P::early_slopes) start_slopes<1>(mn, slope);
+        // wait for [M|N];  a = act(M), c = act'(M)  (while dA still runs)
+        if constexpr (P::early_slopes) start_slopes<typename P::Activation, 1>(mn, slope);
         // wait for dA, and for W to have read tile i - 2
         wait(shared.grads_empty[slot], phase ^ 1);
         warpgroup::mma_async_wait<0>();
@@ -174,7 +175,7 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
             // Complete long ago. The branch keeps the compiler from starting all blocks at once, for which registers do not suffice.
             if (j == 1) wait(shared.weights_full, 0);
             GradBlock<T> block;
-            if constexpr (!P::early_slopes) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
+            if constexpr (!P::early_slopes) activate<typename P::Activation>(mn.tiles[0][j], slope.tiles[0][j]);
             swiglu_grad(block, mn.tiles[0][j], slope.tiles[0][j], mn.tiles[0][j + blocks], da.tiles[0][j], r, dr);
             tiles.store(block, slot, place, j);
             if (j >= P::reloaded_blocks)

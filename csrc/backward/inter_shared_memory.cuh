@@ -1,8 +1,19 @@
-// Shared memory of a CTA of the inter-stationary kernels.
+// Shared memory and barriers of a CTA of the inter-stationary kernels. Semaphores are named by the event that they tell of.
+//
+//   semaphore         arrives                                                    waits
+//   weights_full      the loader's expect_bytes; its copies of K, U, V           S
+//   q_full, g_full    the loader's expect_bytes; its copies. q_full: also the    S, W
+//                     gate warp, when the tile's gate is in shared memory
+//   q_empty, g_empty  the warps of the tile's last readers, of every CTA that    the loader; q_empty: also the gate warp
+//                     it is sent to
+//   grads_full        the warps of S; one semaphore for each reading role        the dR warp and W, or one or two W
+//   grads_empty       the warps of W; the dR warp                                S
+//   staged_full       the warps of the S warpgroup that staged dQ                the dQ warp
+//   staged_empty      the dQ warp, when it has read the slice                    the other S warpgroup; one semaphore for each
 #pragma once
 
-#include "backward/inter_barriers.h"
 #include "backward/policy.h"
+#include "common/barriers.h"
 #include "common/geometry.h"
 #include "kittens.cuh"
 
@@ -29,6 +40,25 @@ template <int d_h, int outputs, typename T> struct alignas(1024) InterShared {
     kittens::semaphore weights_full, q_full[P::q_stages], q_empty[P::q_stages], g_full[P::g_stages], g_empty[P::g_stages],
         grads_full[P::grad_buffers][P::most_readers], grads_empty[P::grad_buffers], staged_full[P::staged_slices],
         staged_empty[P::fused_s_warpgroups][P::staged_slices];
+};
+
+template <typename P> struct InterArrivals {
+    static constexpr int q_full = loader_arrival + thread_arrival, weights_full = loader_arrival, g_full = loader_arrival;
+    static constexpr int q_readers = P::keys ? P::w_warpgroups : 1, g_readers = 1;  // warpgroups that read a tile last
+    __device__ __forceinline__ static int q_empty(int ctas) { return ctas * (warpgroup_arrivals * q_readers); }
+    __device__ __forceinline__ static int g_empty(int ctas) { return ctas * (warpgroup_arrivals * g_readers); }
+    static constexpr int grads_full = warpgroup_arrivals;
+    static constexpr int grads_empty = warpgroup_arrivals * P::w_warpgroups + (P::query ? thread_arrival : 0);
+    static constexpr int staged_full = warpgroup_arrivals, staged_empty = thread_arrival;
+};
+
+// Named barriers; 0 is __syncthreads.
+enum InterBarrier : int {
+    // Numbers 1, 2: a W warpgroup's staging is free for its next tile. The number after them: all W warpgroups have consumed their last
+    // tile, so the rings become staging. All W warpgroups arrive and wait.
+    w_staging_barrier = 1,
+    // The other S warpgroup has issued its products of the next tile: that one arrives, this one arrives and waits. One for each.
+    products_issued_barrier = 4,
 };
 
 }  // namespace flashmhf

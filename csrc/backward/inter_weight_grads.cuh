@@ -1,11 +1,11 @@
 // W role of the inter-stationary kernels: dK, dU and dV of the CTA's 64 inter rows in registers, over all its tiles.
 #pragma once
 
-#include "backward/inter_barriers.h"
+#include "backward/inter_shared_memory.cuh"
 #include "backward/inter_work.cuh"
 #include "backward/rows.cuh"
+#include "common/barriers.h"
 #include "common/ptx.cuh"
-#include "common/ring.h"
 #include "common/trace.cuh"
 #include "kittens.cuh"
 

@@ -32,9 +32,12 @@ enum BackwardOutputs : int {
     all_grads = query_grad | weight_grads,
 };
 
+struct Silu;  // common/activation.cuh
+
 // Inter-stationary kernel: a CTA owns 64 inter rows of one sub-network and walks over tokens in tiles of 64.
 template <int d_h, int outputs> struct InterPolicy {
     static_assert(BackwardHeadDims::contains(d_h));
+    using Activation = Silu;
     static constexpr int panel_cols = panel_cols_of(d_h);
     static constexpr bool query = outputs & query_grad, keys = outputs & key_grads, values = outputs & value_grad;
     static_assert(d_h <= 128 || !query, "above 128, K, U, V and dQ do not fit one kernel");
@@ -85,6 +88,7 @@ template <int d_h, int outputs> struct InterPolicy {
 constexpr int token_consumers = 2;
 static_assert(token_consumers == 2, "the consumers of the token-stationary kernel let each other issue in turn");
 template <int d_h> struct TokenPolicy {
+    using Activation = Silu;
     static constexpr int panel_cols = panel_cols_of(d_h);
     static constexpr int consumers = token_consumers;
     static constexpr int inter = d_h > 128 ? 32 : 64;  // inter rows of a tile: dQ, [M|N], dA and their 16-bit copies in 240 registers

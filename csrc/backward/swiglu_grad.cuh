@@ -1,24 +1,20 @@
-// The elementwise part of the backward, shared by all its kernels. Per (token, inter) element, with m = q.k, n = q.u, d = grad_out.v:
-//   s = sigmoid(m)   a = m s   c = s + a (1 - s)   P = a n r   dN = d a r   dM = d n c r   dR += d a n
+// The elementwise part of the backward, shared by all its kernels. Per (token, inter) element, with m = q.k, n = q.u, d = grad_out.v, and
+// the activation a = act(m) with its derivative c:   P = a n r   dN = d a r   dM = d n c r   dR += d a n
 // In two steps: a and c need M only, so that the special functions run while the product dA = grad_out V^T is still in the tensor cores.
 #pragma once
 
+#include "common/activation.cuh"
 #include "common/fragments.cuh"
 #include "common/ptx.cuh"
 
 namespace flashmhf {
 
 // Base tile of M to a, in place, and c.
-template <typename Base> __device__ __forceinline__ void silu_and_slope(Base &m, Base &c) {
+template <typename Activation, typename Base> __device__ __forceinline__ void activate(Base &m, Base &c) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        auto both = [](float &x, float &slope) {
-            const float s = sigmoid_fast(x);
-            x *= s;
-            slope = fmaf(x, 1.f - s, s);
-        };
-        both(m.data[k].x, c.data[k].x);
-        both(m.data[k].y, c.data[k].y);
+        Activation::forward_and_slope(m.data[k].x, c.data[k].x);
+        Activation::forward_and_slope(m.data[k].y, c.data[k].y);
     }
 }
 

@@ -11,8 +11,8 @@
 #include "backward/rows.cuh"
 #include "backward/swiglu_grad.cuh"
 #include "backward/token_shared_memory.cuh"
+#include "common/barriers.h"
 #include "common/real.cuh"
-#include "common/ring.h"
 #include "common/tma.cuh"
 #include "common/token_tile.cuh"
 
@@ -154,10 +154,10 @@ __global__ void __launch_bounds__(TokenPolicy<d_h>::threads, 1)
         warpgroup::mma_async_wait<1>();
 #pragma unroll 1
         for (int it = 0;;) {
-            // a = silu(M), c = silu'(M) of tile i  (while dA still runs)
+            // a = act(M), c = act'(M) of tile i  (while dA still runs)
             pin(mn);
 #pragma unroll
-            for (int j = 0; j < P::inter / 16; ++j) silu_and_slope(mn.tiles[0][j], slope.tiles[0][j]);
+            for (int j = 0; j < P::inter / 16; ++j) activate<typename P::Activation>(mn.tiles[0][j], slope.tiles[0][j]);
             const int slot = ring.slot;
             ring.advance();
             const bool last = ++it == count;

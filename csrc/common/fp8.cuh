@@ -6,7 +6,6 @@
 
 #include "common/ptx.cuh"
 #include "kittens.cuh"
-#include "ops/wgmma_e4m3.cuh"
 
 namespace flashmhf::fp8 {
 

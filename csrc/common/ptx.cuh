@@ -1,4 +1,4 @@
-// Instructions that ThunderKittens does not wrap: approximate functions, one mma.sync and a transposing move, small copies, pins that keep
+// Instructions that the tile headers do not wrap: approximate functions, one mma.sync and a transposing move, small copies, pins that keep
 // the compiler from moving register accesses across asynchronous products, and barriers of CTAs and clusters.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace flashmhf {
 
-__device__ __forceinline__ uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+using kittens::shared_address;
 
 __device__ __forceinline__ uint4 bits_of(float4 x) {
     return {__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)};
@@ -28,7 +28,7 @@ __device__ __forceinline__ float tanh_fast(float x) {
 }
 __device__ __forceinline__ float sigmoid_fast(float x) { return reciprocal_fast(1.f + exp2_fast(-1.442695041f * x)); }
 
-template <kittens::ducks::rt::all RT> __device__ __forceinline__ void pin(RT &tile) {
+template <kittens::register_tile RT> __device__ __forceinline__ void pin(RT &tile) {
 #pragma unroll
     for (int i = 0; i < RT::height; ++i)
 #pragma unroll

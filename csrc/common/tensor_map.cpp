@@ -3,10 +3,25 @@
 #include <stdexcept>
 #include <string>
 
-#include "common/driver.h"
-#include "common/geometry.h"
-
 namespace flashmhf {
+namespace {
+
+// A function of the driver by its name in CUDA 12.0.
+void *driver_function(const char *name) {
+    void *function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
+#else  // CUDA 12.4 knows the entry point of its own version only
+    const cudaError_t error = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found);
+#endif
+    if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || function == nullptr)
+        throw std::runtime_error(std::string("the NVIDIA driver has no ") + name + " (CUDA 12.0)");
+    return function;
+}
+
+}  // namespace
+
 CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::initializer_list<MapAxis> axes, int swizzle_bytes,
                        int fetch_bytes) {
     constexpr int max_rank = 5;
@@ -58,6 +73,12 @@ CUtensorMap weight_map(const char *what, bool bf16, const Shape &shape, const vo
                        {shape.subnet_dim, d_h, box_rows},
                        {int64_t{shape.weight_heads()} * shape.subnets, shape.subnet_dim * d_h, 1}},
                       swizzle_bytes_of(d_h), fetch_bytes);
+}
+
+cudaError_t ensure_context(int device) {
+    static const auto device_of_context = reinterpret_cast<decltype(&cuCtxGetDevice)>(driver_function("cuCtxGetDevice"));
+    CUdevice current;
+    return device_of_context(&current) == CUDA_SUCCESS && current == device ? cudaSuccess : cudaSetDevice(device);
 }
 
 }  // namespace flashmhf

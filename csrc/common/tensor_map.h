@@ -1,10 +1,11 @@
-// Tensor maps for strided tensors, encoded by the driver without linking libcuda.
+// What the host asks the CUDA driver, without linking libcuda: tensor maps for strided tensors, and the context that they need.
 #pragma once
 
 #include <cstdint>
 #include <initializer_list>
 
 #include <cuda.h>
+#include <cuda_runtime_api.h>
 
 #include "common/geometry.h"
 #include "common/problem.h"
@@ -28,5 +29,9 @@ CUtensorMap tensor_map(const char *what, const void *base, MapType type, std::in
 CUtensorMap token_map(const char *what, bool bf16, const Shape &shape, const TokenTensor &x, int box_rows = tile_rows);
 // K, U or V: boxes of box_rows inter rows of a sub-network; rows from d_e on read as zeros.
 CUtensorMap weight_map(const char *what, bool bf16, const Shape &shape, const void *weights, int box_rows, int fetch_bytes = 256);
+
+// Makes the device's primary context current in the calling thread, unless a context of that device is: a green context's default stream is
+// another one than the primary context's.
+cudaError_t ensure_context(int device);
 
 }  // namespace flashmhf

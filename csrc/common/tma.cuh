@@ -1,5 +1,4 @@
-// Asynchronous copies that take a plain CUtensorMap or a plain address, which ThunderKittens' global layout type does not cover: tensor
-// maps with any strides, multicast, the linear bulk reduction and remote arrivals without a membar. Works with either set of headers.
+// Asynchronous copies: by tensor maps with any strides, multicast, the linear bulk reduction, and to other CTAs of a cluster.
 //
 // Every function is called by one thread. Coordinates are in elements, innermost first. Shared addresses are 128-byte aligned (1024 for
 // 128-byte swizzle). Loads complete on a semaphore that expects their bytes; stores and reductions belong to bulk groups
@@ -11,7 +10,7 @@
 
 namespace flashmhf::tma {
 
-using flashmhf::shared_address;
+using kittens::shared_address;
 
 // Makes this thread's ordinary stores to shared memory visible to wgmma and bulk copies; every writing thread calls it before the barrier.
 __device__ __forceinline__ void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -130,9 +129,5 @@ __device__ __forceinline__ void store_async(Remote to, float2 x) {
                  : "memory");
 }
 __device__ __forceinline__ void store_async(Remote to, float4 x) { store_async(to, bits_of(x)); }
-// To this CTA's shared memory.
-__device__ __forceinline__ void store(uint32_t to, uint4 x) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-}
 
 }  // namespace flashmhf::tma

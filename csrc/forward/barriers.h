@@ -20,7 +20,6 @@
 #pragma once
 
 #include "common/barriers.h"
-#include "common/ring.h"
 #include "forward/params.h"
 #include "kittens.cuh"
 

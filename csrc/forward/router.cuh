@@ -19,8 +19,8 @@ struct FromShared {
     template <typename X> __device__ __forceinline__ static X load(const X *w) { return *w; }
 };
 
-// halved: Q comes at half its size, hence P too.
-template <int d_h, typename T, bool halved, typename Source, typename Tile> struct RouterRows {
+// q_part: Q comes divided by it, hence P too.
+template <int d_h, typename T, int q_part, typename Source, typename Tile> struct RouterRows {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     static constexpr int chunk = Tile::chunk;
 
@@ -101,7 +101,7 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile> stru
         if (p.gate.kind == Gate::w_half) product(static_cast<const T *>(w));
         else product(static_cast<const float *>(w));
 #pragma unroll
-        for (int j = 0; j < 4; ++j) s[j] = sigmoid_fast(halved ? 2.f * s[j] : s[j]);
+        for (int j = 0; j < 4; ++j) s[j] = sigmoid_fast(q_part * s[j]);
     }
     // The same of `chains` times 8 sub-networks: as many chains of products side by side. Not one function with the one above: written so, ptxas
     // arranges the loops of the 16-bit kernels anew, and in one form spills.
@@ -123,7 +123,7 @@ template <int d_h, typename T, bool halved, typename Source, typename Tile> stru
 #pragma unroll
         for (int i = 0; i < chains; ++i)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) s[i][j] = sigmoid_fast(halved ? 2.f * s[i][j] : s[i][j]);
+            for (int j = 0; j < 4; ++j) s[i][j] = sigmoid_fast(q_part * s[i][j]);
     }
     // The compiler's own way of it takes more registers in bf16.
     __device__ __forceinline__ static float2 widen(T2 x) {

@@ -4,7 +4,7 @@
 #include "common/geometry.h"
 #include "common/head_dims.h"
 #include "kittens.cuh"
-#include "layer/params.h"
+#include "layer/launch.h"
 
 namespace flashmhf {
 

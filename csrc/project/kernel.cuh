@@ -10,7 +10,6 @@
 #include "common/barriers.h"
 #include "common/fragments.cuh"
 #include "common/ptx.cuh"
-#include "common/ring.h"
 #include "common/tma.cuh"
 #include "common/trace.cuh"
 #include "project/params.h"

@@ -12,8 +12,7 @@
 #include <cuda_runtime.h>
 
 // Each block needs the ones before it.
-#include "common/base_types.cuh"
-#include "common/util.cuh"
+#include "types/base.cuh"
 
 #include "types/register.cuh"
 #include "types/shared.cuh"

@@ -4,7 +4,6 @@
 #include "common/tma.cuh"
 #include "harness/harness.cuh"
 #include "kittens.cuh"
-#include "ops/wgmma_e4m3.cuh"
 
 #include <cuda_fp8.h>
 
@@ -39,17 +38,17 @@ __host__ __device__ static float value(int i, int seed) {
 __host__ __device__ static float small_value(int i, int seed) { return floorf(value(i, seed) * 4.f) / 4.f; }
 template <typename T> __device__ static T as(float x) { return base_types::convertor<T, float>::convert(x); }
 // An element of a tile at a multiple of 8 * swizzle_bytes, where offsets are swizzled as addresses are.
-template <ducks::st::all ST> __device__ static auto &at(ST &tile, int row, int column) {
+template <shared_tile ST> __device__ static auto &at(ST &tile, int row, int column) {
     return tile.data[ST::idx(0u, {row, column}) / sizeof(typename ST::T)];
 }
-template <ducks::st::all ST> __device__ static void fill(ST &tile, int seed, bool transposed = false) {
+template <shared_tile ST> __device__ static void fill(ST &tile, int seed, bool transposed = false) {
     for (int i = threadIdx.x; i < ST::rows * ST::cols; i += blockDim.x) {
         const int r = i / ST::cols, c = i % ST::cols;
         at(tile, r, c) = as<typename ST::T>(transposed ? value(c * ST::rows + r, seed) : value(i, seed));
     }
 }
 // Each thread writes its part of a warpgroup's register tile to row-major out.
-template <ducks::rt::all RT> __device__ static void dump(float *out, const RT &tile) {
+template <register_tile RT> __device__ static void dump(float *out, const RT &tile) {
     const int lane = laneid(), first = warpgroup::warpid() * RT::rows;
     for (int i = 0; i < RT::height; i++)
         for (int j = 0; j < RT::width; j++)
@@ -359,7 +358,7 @@ __global__ void __cluster_dims__(2, 1, 1)
         if (threadIdx.x == 0) {
             wait(empty, (it & 1) ^ 1);
             kittens::tma::expect_bytes(full, sizeof tile);
-            ext::multicast_async(&tile.data[rank * 64 * 64], &in, int2{64 * rank, 0}, full, 3);
+            ext::multicast_async(&tile.data[rank * 64 * 64], &in, int4{64 * rank, 0, 0, 0}, full, 3);
         }
         wait(full, it & 1);
         for (int i = threadIdx.x; i < 64 * 128; i += blockDim.x) out[rank * 8192 + i] = __bfloat162float(at(tile, i / 128, i % 128));
@@ -459,7 +458,7 @@ static int run() {
     {
         Buffer in(64 * 128), out(2 * 8192);
         fill_global<<<1, 256>>>((bf16 *)(float *)in, 8192, 1);
-        launch(cluster_kernel, 2, 128, map_of<bf16>(in, 128, 64, 128), out);
+        launch(cluster_kernel, 2, 128, map_of<bf16>(in, 128, 64, 128, true), out);
         report("cluster multicast, remote arrive", max_error(out.host(), [](int i) { return (double)value(i % 8192, 1); }), 0);
     }
     {

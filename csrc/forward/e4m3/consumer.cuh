@@ -32,15 +32,16 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
     using Products = uint32_t[d_h / 4];
     using Exchange = SliceExchange<d_h, T, Fp8SliceSums<d_h>, Shared>;
     using Scores = Fp8Scores<P::chunk_inter>;
-    using Activation = Fp8Activation<P::chunk_inter>;
+    using Activated = Fp8Activated<P::chunk_inter>;
+    using Activation = typename P::Activation;
 
     using Stream::shared, Stream::p, Stream::wg, Stream::warp, Stream::lane, Stream::ring, Stream::q_phase, Stream::items;
     using Stream::wait_slot, Stream::release, Stream::first_item, Stream::next_item, Stream::this_item, Stream::last_item,
         Stream::release_q;
 
     const uint32_t ring_address = tma::shared_address(shared.ring);
-    uint32_t q[d_h / 8];     // e4m3
-    uint32_t half_scale[2];  // as in swiglu(), of rows g and g + 8
+    uint32_t q[d_h / 8];  // e4m3
+    uint32_t factor[2];   // as in swiglu(), of rows g and g + 8
     float2 out_scale;
 
     __device__ __forceinline__ const Fp8Scales<d_h> &scales() { return shared.scales[q_phase ^ 1][wg]; }
@@ -97,9 +98,10 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         float scale[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float half = fminf(0.5f * unit[i] * k_scale, 60000.f);
-            scale[i] = 0.5f * unit[i] * unit[i] * k_scale;
-            half_scale[i] = fp8::pack_half(half, half);
+            constexpr float part = 1.f / Activation::part;
+            const float to_x = fminf(part * unit[i] * k_scale, 60000.f);
+            scale[i] = part * unit[i] * unit[i] * k_scale;
+            factor[i] = fp8::pack_half(to_x, to_x);
         }
         out_scale = {scale[0], scale[1]};
         fp8::pin(q);
@@ -112,13 +114,13 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         if (p.gate.router_bytes) {
             kittens::wait(shared.w_full, q_phase ^ 1);
             using Source = std::conditional_t<few_rows && (P::router_bytes > 0), WideFromShared, FewFromShared>;
-            RouterRows<d_h, T, false, Source, Fp8GateTile<d_h>>{p, shared.router(p), gate_tile(), 16 * warp}.normalise(this_item().subnet,
-                                                                                                                       from);
+            RouterRows<d_h, T, 1, Source, Fp8GateTile<d_h>>{p, shared.router(p), gate_tile(), 16 * warp}.normalise(this_item().subnet,
+                                                                                                                   from);
             if (lane == 0) kittens::arrive(shared.w_empty);
         } else {
             Fp8GateRows rows{gate_rows<d_h>(p, wg), gate_tile().scale, p.subnets};
             const void *w = router_of<d_h, T>(p, this_item().head);
-            RouterRows<d_h, T, false, FewFromGlobal, Fp8GateRows>{p, w, rows, 16 * warp}.normalise(0, from);
+            RouterRows<d_h, T, 1, FewFromGlobal, Fp8GateRows>{p, w, rows, 16 * warp}.normalise(0, from);
         }
     }
 
@@ -131,7 +133,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         warpgroup::mma_commit_group();
     }
     // products (+)= A V of a chunk of a slot.
-    __device__ __forceinline__ void issue_products(Products &products, const Activation &a, int slot, int chunk, int accumulate) {
+    __device__ __forceinline__ void issue_products(Products &products, const Activated &a, int slot, int chunk, int accumulate) {
         const uint64_t v = fp8::descriptor<P::v_panel>(ring_address + slot * P::slot_bytes + P::ku_bytes);
 #pragma unroll
         for (int k = 0; k < P::chunk_inter; k += 32)
@@ -164,7 +166,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
     // Two buffers of [M|N]: the product of the next chunk runs under the elementwise part of this one, and A V of the one before.
     Fp8Gate<d_h, T> gate{this->p};
     Scores s0, s1;
-    Activation a0, a1;
+    Activated a0, a1;
     Products o;
     Fp8Sums<d_h> sums;
     int accumulate = 0;  // 0: the next product of A V overwrites the sums
@@ -175,12 +177,12 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
 
     // A chunk of a slot, whose [M|N] is in `now`: issues that of the next chunk into `next`, and A V of this one, which is still on its way
     // behind it. A V of the chunk before, with A in `a_before`, has ended.
-    __device__ __forceinline__ void chunk(Scores &now, Scores &next, Activation &a, Activation &a_before, int slot, int index,
-                                          int next_slot, int next_index, int adds) {
+    __device__ __forceinline__ void chunk(Scores &now, Scores &next, Activated &a, Activated &a_before, int slot, int index, int next_slot,
+                                          int next_index, int adds) {
         fp8::pin(next);
         warpgroup::mma_fence();
         issue_scores(next, next_slot, next_index);  // [M|N](c+1) = Q [K;U](c+1)^T
-        swiglu(a, now, half_scale);                 // A(c) = silu(M(c)) N(c), while it runs
+        swiglu<Activation>(a, now, factor);         // A(c) = silu(M(c)) N(c), while it runs
         fp8::pin(a);
         warpgroup::mma_fence();
         issue_products(o, a, slot, index, adds);  // O += A(c) V(c)
@@ -193,7 +195,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
         before = slot;
     }
     // The tile in the ring's slot, of one chunk in s0 or s1, and [M|N] of the next tile.
-    __device__ __forceinline__ void one_chunk(Scores &now, Scores &next, Activation &a, Activation &a_before) {
+    __device__ __forceinline__ void one_chunk(Scores &now, Scores &next, Activated &a, Activated &a_before) {
         const int slot = ring.slot;
         ring.advance();
         wait_slot();
@@ -264,7 +266,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
 
         const int slot = ring.slot;
         if constexpr (P::chunks == 1) {
-            swiglu(a0, s0, half_scale);
+            swiglu<Activation>(a0, s0, factor);
             fp8::pin(a0), fp8::pin(a1);
             warpgroup::mma_fence();
             issue_products(o, a0, slot, 0, accumulate);
@@ -272,7 +274,7 @@ struct ForwardFp8Consumer : ItemStream<ForwardFp8Shared<d_h, T, few_rows>, Forwa
             ring.advance();
             chunk(s0, s1, a0, a1, slot, 0, slot, 1, accumulate);
             if (before >= 0) release(before);
-            swiglu(a1, s1, half_scale);
+            swiglu<Activation>(a1, s1, factor);
             fp8::pin(a1);
             warpgroup::mma_fence();
             issue_products(o, a1, slot, 1, 1);

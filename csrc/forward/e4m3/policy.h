@@ -11,9 +11,12 @@ namespace flashmhf {
 constexpr int fp8_box_rows = 32;  // of K or U that one copy brings
 constexpr int fp8_panel_bytes(int d_h) { return d_h % 128 == 0 ? 128 : d_h % 64 == 0 ? 64 : 32; }
 
+struct Silu;  // common/activation.cuh
+
 // few_rows: of an instance for CTAs that divide an item of one or two row tiles.
 template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     static_assert(ForwardFp8HeadDims::contains(d_h));
+    using Activation = Silu;
 
     // Three row tiles keep the tensor cores busy through the elementwise part of one of them, and four the special functions at d_h = 64;
     // at d_h = 256 the registers hold two.

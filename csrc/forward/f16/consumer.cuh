@@ -34,8 +34,9 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
 
     static constexpr bool gathers = division == Division::gathers, slices = division == Division::slices;
     static constexpr bool adds_behind_waves = division == Division::waves && P::may_add_parts;
-    // Halving Q in registers is exact in bf16, and saves a multiplication for each element of M.
-    static constexpr bool halved = P::q_in_registers && std::is_same_v<T, kittens::bf16>;
+    using Activation = typename P::Activation;
+    // What Q is divided by in registers, which is exact in bf16, and saves a multiplication for each element of M.
+    static constexpr int q_part = P::q_in_registers && std::is_same_v<T, kittens::bf16> ? Activation::part : 1;
 
     using Stream::shared, Stream::p, Stream::wg, Stream::warp, Stream::lane, Stream::reader_of, Stream::ring, Stream::q_phase,
         Stream::tiles, Stream::items;
@@ -43,7 +44,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
         Stream::last_item, Stream::release_q;
 
     __device__ __forceinline__ GateTile<d_h> &gate_buffer() { return shared.gate[P::gate_buffers == 2 ? q_phase ^ 1 : 0][wg]; }
-    template <typename Query> __device__ __forceinline__ void begin_gate(GateRows<d_h, T, halved> &gate, Query &&query) {
+    template <typename Query> __device__ __forceinline__ void begin_gate(GateRows<d_h, T, q_part> &gate, Query &&query) {
         if (P::gate_early && p.gate.router_bytes) kittens::wait(shared.w_full, q_phase ^ 1);
         gate.begin(this_item(), gate_buffer(), shared.router(p), query);
         if (P::gate_early && p.gate.router_bytes && lane == 0) kittens::arrive(shared.w_empty);
@@ -116,7 +117,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
 
     // Q in registers: one stream of tiles through all items.
     __device__ __forceinline__ void run_streamed() {
-        GateRows<d_h, T, halved> gate{p};
+        GateRows<d_h, T, q_part> gate{p};
         kittens::rt<T, 16, d_h> q;
         ActivationTile<T> a;
         ScoreTile mn;
@@ -133,7 +134,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
 
         auto load_q = [&]() {
             warpgroup::load(q, shared.q[wg]);
-            if constexpr (halved) kittens::warp::mul(q, q, __float2bfloat16(0.5f));
+            if constexpr (q_part > 1) kittens::warp::mul(q, q, __float2bfloat16(1.f / q_part));
         };
         if (first_item(P::slots).end == 0) return;
         if constexpr (gathers)
@@ -156,7 +157,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
             // here: [M|N] of the item's first tile
             stamp(Stamp::forward_scores_done, tiles - 1);
             o = 0.f;
-            swiglu<halved>(mn, gate.r);
+            swiglu<Activation, q_part>(mn, gate.r);
             gate.advance(gate_buffer());
             pack<T>(a, mn);
             release(ring.slot);
@@ -168,11 +169,11 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
                 // Issue [M|N](i+1) = Q [K;U](i+1)^T, and behind it O += A(i) V(i)
                 warpgroup::mm_ABt(mn, q, shared.ku(ring.slot));
                 accumulate(o, a, shared.v(ring.slot));
-                // Wait for [M|N](i+1) alone; A(i+1) = r silu(M) N in place while O += A(i) V(i) runs
+                // Wait for [M|N](i+1) alone; A(i+1) = r act(M) N in place while O += A(i) V(i) runs
                 warpgroup::mma_async_wait<1>();
                 pin(mn);
                 stamp(Stamp::forward_scores_done, tiles - 1);
-                swiglu<halved>(mn, gate.r);
+                swiglu<Activation, q_part>(mn, gate.r);
                 gate.advance(gate_buffer());
                 pin(mn);
                 const int slot = ring.slot;
@@ -222,7 +223,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
 
     // Q in shared memory: [K;U] comes as two halves of d_h, and an item ends before the next begins.
     __device__ __forceinline__ void run_item_by_item() {
-        GateRows<d_h, T, halved> gate{p};
+        GateRows<d_h, T, q_part> gate{p};
         ActivationTile<T> a;
         ScoreTile mn;
         OutputTile<d_h> o;
@@ -261,7 +262,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
             stamp(Stamp::forward_scores_done, tiles - 1);
             release_next(), release_next();
             o = 0.f;
-            swiglu<halved>(mn, gate.r);
+            swiglu<Activation, q_part>(mn, gate.r);
             gate.advance(gate_buffer());
             pack<T>(a, mn);
             gate.replenish(this_item(), gate_buffer(), query);
@@ -273,7 +274,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
                 pin(mn);
                 stamp(Stamp::forward_scores_done, tiles - 1);
                 release_next(), release_next();
-                swiglu<halved>(mn, gate.r);
+                swiglu<Activation, q_part>(mn, gate.r);
                 gate.advance(gate_buffer());
                 pin(mn);
                 if (left > 1) wait_slot();

@@ -58,8 +58,8 @@ __device__ __forceinline__ void wait_gate() {
     __syncwarp();
 }
 
-// halved: Q comes at half its size, so the gate is doubled.
-template <int d_h, typename T, bool halved> struct GateRows {
+// q_part: Q comes divided by it, so the gate is so much larger.
+template <int d_h, typename T, int q_part> struct GateRows {
     using P = ForwardPolicy<d_h>;
     using Tile = GateTile<d_h>;
     static constexpr int chunk = P::gate_chunk;
@@ -98,7 +98,7 @@ template <int d_h, typename T, bool halved> struct GateRows {
     }
 
   private:
-    template <typename Source> __device__ __forceinline__ RouterRows<d_h, T, halved, Source, Tile> router(const void *w, Tile &tile) {
+    template <typename Source> __device__ __forceinline__ RouterRows<d_h, T, q_part, Source, Tile> router(const void *w, Tile &tile) {
         return {p, w, tile, 16 * kittens::warpgroup::warpid()};
     }
     // The head of the warp's rows: of the bundle, of all.
@@ -107,7 +107,7 @@ template <int d_h, typename T, bool halved> struct GateRows {
     __device__ __forceinline__ static int first_row() { return fragment_row(kittens::warpgroup::laneid()); }
     __device__ __forceinline__ void read(Tile &tile) {
         const int row = first_row(), e = index % chunk;
-        constexpr float unit = halved ? 2.f : 1.f;
+        constexpr float unit = q_part;
         r = {unit * tile.scale[row] * tile.at(row, e), unit * tile.scale[row + 8] * tile.at(row + 8, e)};
     }
 

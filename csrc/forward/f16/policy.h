@@ -14,8 +14,11 @@ constexpr int barrier_bytes = 384;  // all semaphores, item records and addresse
 constexpr int slice_box_rows = 32;
 static_assert(tile_inter % slice_box_rows == 0, "a tile is whole boxes");
 
+struct Silu;  // common/activation.cuh
+
 template <int d_h> struct ForwardPolicy {
     static_assert(ForwardHeadDims::contains(d_h));
+    using Activation = Silu;
     static constexpr int swizzle_bytes = swizzle_bytes_of(d_h);
     static constexpr int panel_cols = swizzle_bytes / element_bytes;  // columns of one TMA box
 

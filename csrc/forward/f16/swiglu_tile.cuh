@@ -1,7 +1,7 @@
-// A = r silu(M) N, from the product [M | N] = Q [K;U]^T of one tile.
+// A = r act(M) N, from the product [M | N] = Q [K;U]^T of one tile.
 #pragma once
 
-#include "common/ptx.cuh"
+#include "common/activation.cuh"
 #include "forward/f16/policy.h"
 
 namespace flashmhf {
@@ -9,18 +9,11 @@ namespace flashmhf {
 using ScoreTile = kittens::rt_fl<16, 2 * tile_inter>;
 template <typename T> using ActivationTile = kittens::rt<T, 16, tile_inter>;
 
-// silu(m) = x + x tanh(x) with x = m / 2: one MUFU operation. On Hopper tanh.approx is accurate enough (measured): silu keeps a relative
-// error of 6e-5 down to m = -7, 5e-3 down to m = -12, where it is below 1e-4 itself.
-//
-// With Q halved, M is x, and N comes at half its size; then r must be doubled.
-template <bool halved> __device__ __forceinline__ float silu(float m) {
-    const float x = halved ? m : 0.5f * m;
-    return fmaf(x, tanh_fast(x), x);
-}
-
-// In place over M: rows g and g + 8 of the warp's fragment (pairs 0, 2 and 1, 3 of a base tile) have weights r.x and r.y.
-template <bool halved> __device__ __forceinline__ void swiglu(ScoreTile &mn, float2 r) {
+// In place over M: rows g and g + 8 of the warp's fragment (pairs 0, 2 and 1, 3 of a base tile) have weights r.x and r.y. Where Q came
+// divided by q_part, N did, too, and r must be so much larger.
+template <typename Activation, int q_part> __device__ __forceinline__ void swiglu(ScoreTile &mn, float2 r) {
     constexpr int width = tile_inter / 16;
+    constexpr float to_x = float{q_part} / Activation::part;
     auto &tile = mn.tiles[0];
 #pragma unroll
     for (int j = 0; j < width; ++j)
@@ -29,8 +22,8 @@ template <bool halved> __device__ __forceinline__ void swiglu(ScoreTile &mn, flo
             float2 &m = tile[j].data[k];
             const float2 n = tile[j + width].data[k];
             const float gate = k % 2 ? r.y : r.x;
-            m.x = silu<halved>(m.x) * (n.x * gate);
-            m.y = silu<halved>(m.y) * (n.y * gate);
+            m.x = Activation::forward(to_x * m.x) * (n.x * gate);
+            m.y = Activation::forward(to_x * m.y) * (n.y * gate);
         }
 }
 

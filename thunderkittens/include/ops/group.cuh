@@ -18,7 +18,7 @@ template <int _GROUP_WARPS> struct group {
     }
 
     // ---- shared <-> register tiles: warp w of the group holds rows [w * RT::rows, (w + 1) * RT::rows) of a shared tile of 16 bits
-    template <ducks::rt::all RT, ducks::st::all ST> __device__ static inline void load(RT &dst, const ST &src) {
+    template <register_tile RT, shared_tile ST> __device__ static inline void load(RT &dst, const ST &src) {
         each_base_tile<RT, ST>(src, [&](int i, int j, uint32_t address) {
             using U2 = typename base_types::packing<typename ST::dtype>::packed_type;
             U2 v[4];
@@ -27,7 +27,7 @@ template <int _GROUP_WARPS> struct group {
             for (int k = 0; k < 4; k++) dst.tiles[i][j].data[k] = base_types::convertor<typename RT::dtype, U2>::convert(v[k]);
         });
     }
-    template <ducks::st::all ST, ducks::rt::all RT> __device__ static inline void store(ST &dst, const RT &src) {
+    template <shared_tile ST, register_tile RT> __device__ static inline void store(ST &dst, const RT &src) {
         each_base_tile<RT, ST>(dst, [&](int i, int j, uint32_t address) {
             using U2 = typename base_types::packing<typename ST::dtype>::packed_type;
             U2 v[4];
@@ -39,7 +39,7 @@ template <int _GROUP_WARPS> struct group {
 
     // ---- elementwise operations on register tiles
     // in fp32, rounded to the tile's type
-    template <ducks::rt::all RT> __device__ static inline void mul(RT &dst, const RT &lhs, const typename RT::T &rhs) {
+    template <register_tile RT> __device__ static inline void mul(RT &dst, const RT &lhs, const typename RT::T &rhs) {
         using to_float = base_types::convertor<float2, typename RT::dtype>;
         const float2 g = to_float::convert(base_types::packing<typename RT::T>::pack(rhs));
         dst = lhs;
@@ -53,7 +53,7 @@ template <int _GROUP_WARPS> struct group {
     //
     // mma_fence orders the registers of d (and earlier register writes) before the products. Unlike upstream's it holds no proxy fence:
     // shared tiles written by ordinary stores need fence.proxy.async in every writing thread, before the barrier that hands them over.
-    template <ducks::rt::all D> __device__ static inline void mma_fence(D &d) {
+    template <register_tile D> __device__ static inline void mma_fence(D &d) {
         d.each_pair([](float2 &pair) { asm volatile("" : "+f"(pair.x), "+f"(pair.y)::"memory"); });
         mma_fence();
     }
@@ -67,32 +67,32 @@ template <int _GROUP_WARPS> struct group {
     }
 
     // A: a register tile, or (as in AtB always) a shared tile of 64 rows of the product. B: a shared tile.
-    template <ducks::rt::all D, typename A, ducks::st::all B, int fence = 1, int accumulate = 1>
+    template <register_tile D, typename A, shared_tile B, int fence = 1, int accumulate = 1>
     __device__ static inline void mma_AB(D &d, const A &a, const B &b) {
         product<fence, accumulate, 0, 1>(d, a, b);
     }
-    template <ducks::rt::all D, typename A, ducks::st::all B, int fence = 1, int accumulate = 1>
+    template <register_tile D, typename A, shared_tile B, int fence = 1, int accumulate = 1>
     __device__ static inline void mma_ABt(D &d, const A &a, const B &b) {
         product<fence, accumulate, 0, 0>(d, a, b);
     }
-    template <ducks::rt::all D, ducks::st::all A, ducks::st::all B, int fence = 1, int accumulate = 1>
+    template <register_tile D, shared_tile A, shared_tile B, int fence = 1, int accumulate = 1>
     __device__ static inline void mma_AtB(D &d, const A &a, const B &b) {
         product<fence, accumulate, 1, 1>(d, a, b);
     }
-    template <ducks::rt::all D, typename A, ducks::st::all B> __device__ static inline void mm_AB(D &d, const A &a, const B &b) {
+    template <register_tile D, typename A, shared_tile B> __device__ static inline void mm_AB(D &d, const A &a, const B &b) {
         product<1, 0, 0, 1>(d, a, b);
     }
-    template <ducks::rt::all D, typename A, ducks::st::all B> __device__ static inline void mm_ABt(D &d, const A &a, const B &b) {
+    template <register_tile D, typename A, shared_tile B> __device__ static inline void mm_ABt(D &d, const A &a, const B &b) {
         product<1, 0, 0, 0>(d, a, b);
     }
 
   private:
     // f(i, j, ldmatrix/stmatrix address of this lane)
-    template <ducks::rt::all RT, ducks::st::all ST, typename F> __device__ static inline void each_base_tile(const ST &tile, F &&f) {
+    template <register_tile RT, shared_tile ST, typename F> __device__ static inline void each_base_tile(const ST &tile, F &&f) {
         static_assert(ST::rows == RT::rows * GROUP_WARPS && ST::cols == RT::cols, "the group's register tiles must cover the shared tile");
         static_assert(sizeof(typename ST::dtype) == 2, "32-bit tiles are not covered");
         const int lane = ::kittens::laneid(), base_row = warpid() * RT::rows;
-        const uint32_t base = detail::shared_address(tile.data);
+        const uint32_t base = shared_address(tile.data);
 #pragma unroll
         for (int i = 0; i < RT::height; i++)
 #pragma unroll
@@ -107,7 +107,7 @@ template <int _GROUP_WARPS> struct group {
         using mma = detail::wgmma::base<typename B::T, N, TA, TB>;
         st_descriptor<B, TB> b_desc(b);
         if constexpr (fence) mma_fence(d);
-        if constexpr (ducks::rt::all<A>) {
+        if constexpr (register_tile<A>) {
             static_assert(A::cols == K && D::height == A::height, "operand shapes differ");
 #pragma unroll
             for (int m = 0; m < D::height; m++)

@@ -14,19 +14,17 @@ template <int num_warps> struct barrier {
     __device__ __forceinline__ barrier(int _id) : barrier_id(_id) {}
 };
 
-namespace detail {
-__device__ static inline uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-}  // namespace detail
+__device__ __forceinline__ uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 // A phase completes after thread_count arrivals and all expected bytes.
 __device__ static inline void init_semaphore(semaphore &sem, int thread_count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(detail::shared_address(&sem)), "r"(thread_count) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&sem)), "r"(thread_count) : "memory");
 }
 __device__ static inline void arrive(semaphore &sem) {
-    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(detail::shared_address(&sem)) : "memory");
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(&sem)) : "memory");
 }
 __device__ static inline void arrive(semaphore &sem, uint32_t count) {
-    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(detail::shared_address(&sem)), "r"(count) : "memory");
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&sem)), "r"(count) : "memory");
 }
 template <int num_warps> __device__ static inline void arrive(barrier<num_warps> bar) {
     asm volatile("bar.arrive %0, %1;" ::"r"(bar.barrier_id), "n"(num_warps * WARP_THREADS) : "memory");
@@ -39,7 +37,7 @@ template <int num_warps> __device__ static inline void arrive_and_wait(barrier<n
 __device__ static inline void wait(semaphore &sem, int kPhaseBit) {
     asm volatile(
         "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra.uni DONE;\nbra.uni "
-        "WAIT;\nDONE:\n}" ::"r"(detail::shared_address(&sem)),
+        "WAIT;\nDONE:\n}" ::"r"(shared_address(&sem)),
         "r"(kPhaseBit)
         : "memory");
 }
@@ -47,7 +45,7 @@ __device__ static inline bool try_wait(semaphore &sem, int kPhaseBit) {
     uint32_t done;
     asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                  : "=r"(done)
-                 : "r"(detail::shared_address(&sem)), "r"(kPhaseBit)
+                 : "r"(shared_address(&sem)), "r"(kPhaseBit)
                  : "memory");
     return done;
 }
@@ -56,7 +54,7 @@ namespace tma {
 
 // One arrival that also announces bytes of asynchronous copies.
 __device__ static inline void expect_bytes(semaphore &sem, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(detail::shared_address(&sem)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&sem)), "r"(bytes) : "memory");
 }
 __device__ static inline void store_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // All but the last N groups are complete (visible in global memory) / have been read from shared memory.
@@ -66,10 +64,9 @@ template <int N = 0> __device__ static inline void store_async_read_wait() {
 }
 // Linear copy; addresses and size are multiples of 16 bytes.
 __device__ static inline void load_async(void *dst, void *src, uint32_t size_bytes, semaphore &sem) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(detail::shared_address(dst)),
-        "l"(src), "r"(size_bytes), "r"(detail::shared_address(&sem))
-        : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(dst)),
+                 "l"(src), "r"(size_bytes), "r"(shared_address(&sem))
+                 : "memory");
 }
 
 }  // namespace tma

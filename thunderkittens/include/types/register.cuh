@@ -6,13 +6,12 @@
 #pragma once
 
 namespace kittens {
-namespace ducks {
-namespace rt {
-struct identifier {};
+
 template <typename T>
-concept all = std::is_same_v<typename T::identifier, identifier>;
-}  // namespace rt
-}  // namespace ducks
+concept register_tile = requires {
+    T::height;
+    T::packed_per_tile;
+};
 
 template <typename _T> struct rt_base {
     static constexpr int packed_per_thread = 4;
@@ -21,7 +20,6 @@ template <typename _T> struct rt_base {
 
 // Tile of _rows x _cols elements held by one warp, as height x width base tiles.
 template <typename _T, int _rows, int _cols> struct rt {
-    using identifier = ducks::rt::identifier;
     using T = _T;
     using T2 = typename base_types::packing<T>::packed_type;
     using dtype = T2;

@@ -6,13 +6,9 @@
 #pragma once
 
 namespace kittens {
-namespace ducks {
-namespace st {
-struct identifier {};
+
 template <typename T>
-concept all = std::is_same_v<typename T::identifier, identifier>;
-}  // namespace st
-}  // namespace ducks
+concept shared_tile = requires { T::swizzle_bytes; };
 
 namespace detail {
 // Byte offset of element (r, c) in a tile of panels of panel_rows rows, before swizzling.
@@ -26,7 +22,6 @@ template <int swizzle_bytes> __device__ static inline uint32_t swizzled(uint32_t
 }  // namespace detail
 
 template <typename _T, int _rows, int _cols, bool _swizzle = true, int _swizzle_bytes = 0> struct __align__(128) st {
-    using identifier = ducks::st::identifier;
     using T = _T;
     using dtype = T;
     static_assert(_swizzle, "tiles without a swizzle are not covered");
@@ -54,7 +49,7 @@ template <typename _T, int _rows, int _cols, bool _swizzle = true, int _swizzle_
 // 16 bytes, swizzle mode 1, 2, 3 for 128, 64, 32 bytes.
 //   K-major  (contraction along the columns): stride = 8 rows; the leading offset is not used.
 //   MN-major (contraction along the rows):    stride = 8 rows; leading = distance to the next panel.
-template <ducks::st::all ST, int MN_major> struct st_descriptor {
+template <shared_tile ST, int MN_major> struct st_descriptor {
     static constexpr int rows = ST::rows, swizzle_bytes = ST::swizzle_bytes;
     static_assert(sizeof(typename ST::T) == 2, "descriptors are for 16-bit tiles");
     static constexpr uint64_t mode = swizzle_bytes == 128 ? 1 : swizzle_bytes == 64 ? 2 : 3;
