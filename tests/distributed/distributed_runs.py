@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: E402
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 from torch.distributed.tensor.parallel import parallelize_module  # noqa: E402
 
@@ -83,37 +83,40 @@ def operands(
     }
 
 
+def placed(x: dict[str, Tensor], mesh: DeviceMesh, tokens: list[Placement], weights: list[Placement]) -> dict:
+    return {name: distribute_tensor(y, mesh, weights if name in "kuvw" else tokens) for name, y in x.items()}
+
+
+def gated(x: dict[str, Tensor]) -> Tensor:
+    return OPS.gated_forward(*(x[name] for name in "qkuvw"), 1e-20)
+
+
 def check_rules(mesh: DeviceMesh, *ways: str, near: float = 0.0, **options: Any) -> None:
     """Every operator with operands placed as ``ways`` name for each mesh dimension; ``near`` is a part of a result's
     largest value."""
     x = operands(**options)
-    r = flashmhf.gate(x["q"], x["w"])
+    x["r"] = flashmhf.gate(x["q"], x["w"])
     of_tokens, of_weights, of_grads = ([WAYS[way][part] for way in ways] for part in range(3))
-    d = {name: distribute_tensor(value, mesh, of_weights if name in "kuvw" else of_tokens) for name, value in x.items()}
-    weights, local_weights = [d[name] for name in "kuv"], [x[name] for name in "kuv"]
-    d_r = distribute_tensor(r, mesh, of_tokens)
+    d = placed(x, mesh, of_tokens, of_weights)
 
-    def agree(actual, expected) -> None:
-        for one, other in zip(actual, expected, strict=True):
-            equal(
-                one,
-                other,
-                **({"rtol": near, "atol": near * other.abs().max().item()} if near and other.numel() else {}),
-            )
+    def agreed(operator, names: str, *constants: Any, **settings: Any) -> tuple[DTensor, ...]:
+        results = [operator(*(given[name] for name in names.split()), *constants, **settings) for given in (d, x)]
+        sharded, whole = (each if isinstance(each, tuple) else (each,) for each in results)
+        for one, other in zip(sharded, whole, strict=True):
+            limits = {"rtol": near, "atol": near * other.abs().max().item()} if near and other.numel() else {}
+            equal(one, other, **limits)
+        return sharded
 
-    out = OPS.gated_forward(d["q"], *weights, d["w"], 1e-20)
+    (out,) = agreed(OPS.gated_forward, "q k u v w", 1e-20)
     assert list(out.placements) == of_tokens, out.placements
-    agree([out], [OPS.gated_forward(x["q"], *local_weights, x["w"], 1e-20)])
-    for gate, d_gate in ((r, d_r), (None, None)):
-        agree([OPS.forward(d["q"], *weights, d_gate)], [OPS.forward(x["q"], *local_weights, gate)])
+    for gate in ("r", ""):
+        agreed(OPS.forward, f"q k u v {gate}")
         for needs in NEEDS:
-            results = OPS.backward(d["grad_out"], d["q"], *weights, d_gate, needs=needs)
+            results = agreed(OPS.backward, f"grad_out q k u v {gate}", *(() if gate else (None,)), needs=needs)
             assert not needs[0] or list(results[0].placements) == of_tokens
             assert not needs[1] or list(results[1].placements) == of_grads
-            agree(results, OPS.backward(x["grad_out"], x["q"], *local_weights, gate, needs=needs))
     for needs in NEEDS:
-        results = OPS.gated_backward(d["grad_out"], d["q"], *weights, d["w"], 1e-20, needs=needs)
-        agree(results, OPS.gated_backward(x["grad_out"], x["q"], *local_weights, x["w"], 1e-20, needs=needs))
+        agreed(OPS.gated_backward, "grad_out q k u v w", 1e-20, needs=needs)
 
 
 def rules() -> None:
@@ -122,38 +125,21 @@ def rules() -> None:
         check_rules(mesh, way)
         check_rules(mesh, way, kv_heads=2)
     grouped = operands(heads=12, kv_heads=3)  # two ranks have no equal numbers of groups, so q is gathered
-    placed = {
-        name: distribute_tensor(value, mesh, [Shard(2) if name == "q" else Replicate()])
-        for name, value in grouped.items()
-    }
-    forward = lambda x: OPS.gated_forward(x["q"], x["k"], x["u"], x["v"], x["w"], 1e-20)  # noqa: E731
-    equal(forward(placed), forward(grouped))
+    equal(gated(placed(grouped, mesh, [Shard(2)], [Replicate()])), gated(grouped))
     x = operands()
-    names = "q", "k", "u", "v", "w"
-    expected = OPS.gated_forward(*(x[name] for name in names), 1e-20)
     # Tokens and weights sharded each their own way, and dimensions that no way shards, are redistributed.
     for of_tokens, of_weights in ((Shard(1), Shard(0)), (Shard(3), Shard(2))):
-        placed = [distribute_tensor(x[name], mesh, [of_tokens if name == "q" else of_weights]) for name in names]
-        equal(OPS.gated_forward(*placed, 1e-20), expected)
+        equal(gated(placed(x, mesh, [of_tokens], [of_weights])), gated(x))
     for tokens in (5, 1):  # a token dimension that the mesh does not divide, and one shorter than the mesh
         part = {name: value[:, :tokens] if name in ("q", "grad_out") else value for name, value in x.items()}
-        d = {
-            name: distribute_tensor(value, mesh, [Shard(1) if name in ("q", "grad_out") else Replicate()])
-            for name, value in part.items()
-        }
-        sharded, whole = (
-            OPS.gated_backward(*(given[name] for name in ("grad_out", *names)), 1e-20) for given in (d, part)
-        )
+        both = placed(part, mesh, [Shard(1)], [Replicate()]), part
+        sharded, whole = (OPS.gated_backward(*given.values(), 1e-20) for given in both)
         for one, other in zip(sharded, whole, strict=True):
             equal(one, other)
-    uneven = operands(heads=3)
-    placed = [distribute_tensor(uneven[name], mesh, [Shard(2 if name == "q" else 0)]) for name in names]
-    raises(
-        NotImplementedError, ("q is sharded over its heads, H = 3", "size 2"), lambda: OPS.gated_forward(*placed, 1e-20)
-    )
-    odd = operands(subnets=3)
-    placed = [distribute_tensor(odd[name], mesh, [Shard(1)]) for name in names]
-    raises(NotImplementedError, ("k is sharded over dimension 1 of size 3",), lambda: OPS.gated_forward(*placed, 1e-20))
+    uneven = placed(operands(heads=3), mesh, [Shard(2)], [Shard(0)])
+    raises(NotImplementedError, ("q is sharded over its heads, H = 3", "size 2"), lambda: gated(uneven))
+    odd = placed(operands(subnets=3), mesh, [Shard(1)], [Shard(1)])
+    raises(NotImplementedError, ("k is sharded over dimension 1 of size 3",), lambda: gated(odd))
 
 
 def rules_on_two_dimensions() -> None:
@@ -165,14 +151,9 @@ def rules_on_two_dimensions() -> None:
 def kernels() -> None:
     """The back end that this device has for bf16, by heads and by tokens."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    sizes = {"tokens": 512, "width": 128} if DEVICE == "cuda" else {"tokens": 32}
     for way in (HEADS, TOKENS):
-        check_rules(
-            mesh,
-            way,
-            near=2e-2,
-            dtype=torch.bfloat16,
-            **({"tokens": 512, "width": 128} if DEVICE == "cuda" else {"tokens": 32}),
-        )
+        check_rules(mesh, way, near=2e-2, dtype=torch.bfloat16, **sizes)
 
 
 def network(**options) -> flashmhf.FlashMHF:
@@ -224,11 +205,8 @@ def module_cases() -> None:
     compare_module(mesh, network(num_kv_heads=2, skip_linear=True))
     compare_module(mesh, flashmhf.MHFFN(32, 4, 16, num_kv_heads=2, q_norm=True, activation="gelu", dtype=torch.float64))
     raises(ValueError, ("H = 3", "size 2"), lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16), mesh))
-    raises(
-        ValueError,
-        ("H = 1 heads of K, U and V",),
-        lambda: parallelize(flashmhf.FlashMHF(48, 3, 2, 16, num_kv_heads=1), mesh),
-    )
+    single = flashmhf.FlashMHF(48, 3, 2, 16, num_kv_heads=1)
+    raises(ValueError, ("H = 1 heads of K, U and V",), lambda: parallelize(single, mesh))
     raises(TypeError, ("Linear",), lambda: HeadParallel()._apply(nn.Linear(4, 4), mesh))
 
 
@@ -316,20 +294,13 @@ def initialisation() -> None:
 def language_model(kind: str = "flashmhf", **options):
     from flashmhf.models import FlashMHFConfig, FlashMHFForCausalLM
 
-    own = {"swiglu": {}, "mh_ffn": {"ffn_num_heads": 4}}.get(
-        kind, {"ffn_num_heads": 4, "ffn_num_subnets": 2, "ffn_q_norm": True}
-    )
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    if kind != "swiglu":
+        options["ffn_num_heads"] = 4
+    if kind == "flashmhf":
+        options |= {"ffn_num_subnets": 2, "ffn_q_norm": True}
     torch.manual_seed(0)
-    config = FlashMHFConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        ffn_type=kind,
-        **(own | options),
-    )
+    config = FlashMHFConfig(**sizes, num_key_value_heads=4, ffn_type=kind, **options)
     return FlashMHFForCausalLM(config).to(torch.float64)
 
 
@@ -455,11 +426,8 @@ def uneven_sizes() -> None:
     network = nn.Sequential(flashmhf.SwiGLU(32, 33))
     raises(ValueError, ("0 has a width of 33", "size 2"), lambda: parallelize(network, mesh))
     raises(ValueError, ("module has a width of 33", "size 2"), lambda: parallelize(network[0], mesh))
-    raises(
-        NotImplementedError,
-        ("network has DTensor",),
-        lambda: to_fp8(parallelize(flashmhf.FlashMHF(32, 2, 2, 16), mesh)),
-    )
+    sharded = parallelize(flashmhf.FlashMHF(32, 2, 2, 16), mesh)
+    raises(NotImplementedError, ("network has DTensor",), lambda: to_fp8(sharded))
     whole = flashmhf.SwiGLU(32, 64)
     sharded = parallelize(copy.deepcopy(whole), mesh)  # the network itself, not a model that holds one
     assert [parameter.placements for parameter in sharded.parameters()] == [(Shard(0),), (Shard(0),), (Shard(1),)]
@@ -468,8 +436,8 @@ def uneven_sizes() -> None:
     equal(parallelize(copy.deepcopy(mixed), mesh)(x), mixed(x), rtol=1e-5, atol=1e-5)
     for module in (mixed, flashmhf.SwiGLU(32, 64)):
         module.register_parameter("scale", nn.Parameter(torch.ones(32)))
-        with pytest.raises(ValueError, match="module has parts to divide and parameters of its own, scale.*in a child"):
-            parallelize(module, mesh)
+        refusal = ("module has parts to divide and parameters of its own, scale", "in a child")
+        raises(ValueError, refusal, lambda module=module: parallelize(module, mesh))
     equal(sharded(x), whole(x), rtol=1e-5, atol=1e-5)
     tied = nn.Sequential(nn.Embedding(20, 32), flashmhf.FlashMHF(32, 2, 2, 16), nn.Linear(32, 20, bias=False))
     tied[2].weight = tied[0].weight  # two parameters would each take AdamW's step
@@ -545,10 +513,8 @@ def transformers_plans(folder: str) -> None:
         if dist.get_rank() == 0:
             language_model(kind, mlp_bias=True).save_pretrained(saved)
         dist.barrier()
-        whole, sharded = (
-            load(saved),
-            load(saved, distributed_config=DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())),
-        )
+        whole = load(saved)
+        sharded = load(saved, distributed_config=DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size()))
         losses = [model(input_ids=tokens, labels=tokens).loss for model in (sharded, whole)]
         for loss in losses:
             loss.backward()

@@ -75,17 +75,11 @@ def test_a_checkpoint_of_four_processes_loads_on_two_and_one(tmp_path):
 )
 def test_attention_whose_heads_ranks_cannot_divide_is_refused(kind, found):
     transformers = pytest.importorskip("transformers")
+    from small_models import foreign
+
     if not hasattr(transformers, f"{kind}ForCausalLM"):
         pytest.skip(f"this transformers has no {kind}")
-    sizes = dict(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-    )
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes, pad_token_id=0))
+    model = foreign(kind, num_attention_heads=8, num_key_value_heads=4, head_dim=16, pad_token_id=0)
     flashmhf.replace_ffn(model, num_heads=2)
     with pytest.raises(ValueError, match=f"is a {found}.*; supported: Llama's attention, q_proj"):
         flashmhf.distributed.plan(model, 2)

@@ -27,7 +27,11 @@ def test_stacked_weights_are_the_same_memory_and_function():
     assert torch.equal(torch.autograd.grad(actual.sum(), module.k)[0], gradient.view(6, 16, 16))
     with torch.no_grad():
         assert torch.equal(module(x), expected)
+    module.k.requires_grad_(False)
     assert stack_weights(module, False).k.shape == (2, 3, 16, 16) and torch.equal(module(x), expected)
+    assert not module.k.requires_grad and module.u.requires_grad
+    with pytest.raises(TypeError, match="stacked must be a bool"):
+        stack_weights(module, 1)
 
 
 def test_state_dicts_hold_four_dimensions_either_way():
@@ -46,14 +50,6 @@ def test_state_dicts_hold_four_dimensions_either_way():
     )
     with pytest.raises(RuntimeError, match="size mismatch for k"):
         stacked.load_state_dict(flashmhf.FlashMHF(32, 2, 4, 16).state_dict())
-
-
-def test_frozen_weights_stay_frozen():
-    module = make()
-    module.k.requires_grad_(False)
-    assert not stack_weights(module).k.requires_grad and module.u.requires_grad
-    with pytest.raises(TypeError, match="stacked must be a bool"):
-        stack_weights(module, 1)
 
 
 class Block(nn.Module):
