@@ -165,6 +165,7 @@ def test_equal_logits(config, tmp_path):
     official = official_model(config)
     write(tmp_path, config, official.state_dict())
     model = conversion.load_official(tmp_path)
+    model.init_weights()  # a model that gets this one as a part calls it: what is loaded stays
     assert model.dtype == torch.float64 and not model.training
     # transformers' norms compute in float32 whatever the model's dtype
     torch.testing.assert_close(model(IDS).logits, official(IDS).logits, atol=1e-5, rtol=1e-5)
@@ -254,9 +255,17 @@ def whole(directory, state: dict[str, Tensor], name: str = "model.safetensors") 
     )
 
 
+def older_copy(directory) -> None:
+    """The second shard has an older copy of a tensor that the index puts into the first."""
+    shards(directory, STATE, 2, "safetensors")
+    second = {name: STATE[name] for name in sorted(STATE)[1::2]}
+    whole(directory, second | {min(STATE): OTHER[min(STATE)]}, "model-00002-of-00002.safetensors")
+
+
 OTHER = {name: w + 1 for name, w in STATE.items()}
 DIRECTORIES = {  # what lies in a directory beside the weights that count
     "shards of an older revision": lambda d: (shards(d, OTHER, 3, "safetensors"), shards(d, STATE, 2, "safetensors")),
+    "an older copy in another shard": older_copy,
     "an average of the weights": lambda d: (whole(d, OTHER, "model_ema.safetensors"), whole(d, STATE)),
     "a whole file goes before an index": lambda d: (shards(d, OTHER, 2, "safetensors"), whole(d, STATE)),
     "safetensors go before .bin": lambda d: (whole(d, OTHER, "pytorch_model.bin"), shards(d, STATE, 2, "safetensors")),
@@ -278,37 +287,15 @@ def test_the_files_that_transformers_takes(case, tmp_path):
 
 
 def test_generation_settings_are_carried_over(tmp_path):
+    """From their file, or from the configuration, where transformers 4 had them, too."""
     write(tmp_path, OFFICIAL, STATE)
     assert conversion.load_official(tmp_path).generation_config.repetition_penalty in (None, 1.0)
-    transformers.GenerationConfig(eos_token_id=[2, 5], repetition_penalty=1.3).save_pretrained(tmp_path)
-    found = lm.load(tmp_path).generation_config
-    assert found.eos_token_id == [2, 5] and found.repetition_penalty == 1.3
-
-
-def test_generation_settings_of_the_configuration_are_carried_over(tmp_path):
-    """transformers 4 took them from there, too."""
     write(tmp_path, OFFICIAL | {"repetition_penalty": 1.3, "eos_token_id": 7}, STATE)
     found = lm.load(tmp_path).generation_config
     assert found.repetition_penalty == 1.3 and found.eos_token_id == 7
-
-
-def test_a_tensor_is_taken_from_the_shard_where_the_index_puts_it(tmp_path):
-    shards(tmp_path, STATE, 2, "safetensors")
-    name, second = min(STATE), sorted(STATE)[1::2]  # and an older copy in the second shard
-    file = tmp_path / "model-00002-of-00002.safetensors"
-    save_file({each: STATE[each].clone() for each in second} | {name: STATE[name] + 1}, file)
-    (tmp_path / "config.json").write_text(json.dumps(OFFICIAL))
-    found = conversion.load_official(tmp_path)
-    assert torch.equal(found.get_parameter(name), STATE[name])
-
-
-def test_init_weights_leaves_what_is_loaded(tmp_path):
-    """A model that gets this one as a part calls it."""
-    write(tmp_path, OFFICIAL, STATE)
-    model = conversion.load_official(tmp_path)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.init_weights()
-    assert not [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
+    transformers.GenerationConfig(eos_token_id=[2, 5], repetition_penalty=1.7).save_pretrained(tmp_path)
+    found = lm.load(tmp_path).generation_config
+    assert found.eos_token_id == [2, 5] and found.repetition_penalty == 1.7
 
 
 def test_weights_that_share_memory_in_a_file_are_two(tmp_path):
@@ -338,49 +325,42 @@ def from_official(**settings) -> FlashMHFConfig:
 
 
 @pytest.mark.parametrize(
-    ("convert", "error", "message"),
+    ("settings", "error", "message"),
     [
-        (
-            lambda: from_official(mhffnmoe_num_kuv_heads=2),
-            ValueError,
-            "num_kuv_heads is 2; it must divide num_heads = 3",
-        ),
-        (lambda: from_official(mhffnmoe_num_heads="3"), TypeError, "num_heads must be an int, got str"),
-        (lambda: from_official(mhffnmoe_new_idea=1), NotImplementedError, "new_idea"),
-        (
-            lambda: from_official(hidden_act="tanh"),
-            NotImplementedError,
-            "hidden_act='tanh' is not supported; supported: 'silu', 'gelu'",
-        ),
-        (lambda: from_official(model_type="mamba"), ValueError, "model_type is 'mamba'; expected 'mhffnmoe', 'mhffn'"),
-        (lambda: from_official(quantization_config={"quant_method": "x"}), NotImplementedError, "quantization_config"),
+        ({"mhffnmoe_num_kuv_heads": 2}, ValueError, "num_kuv_heads is 2; it must divide num_heads = 3"),
+        ({"mhffnmoe_num_heads": "3"}, TypeError, "num_heads must be an int, got str"),
+        ({"mhffnmoe_new_idea": 1}, NotImplementedError, "new_idea"),
+        ({"hidden_act": "tanh"}, NotImplementedError, "hidden_act='tanh' is not supported; supported: 'silu', 'gelu'"),
+        ({"model_type": "mamba"}, ValueError, "model_type is 'mamba'; expected 'mhffnmoe', 'mhffn'"),
+        ({"quantization_config": {"quant_method": "x"}}, NotImplementedError, "quantization_config"),
     ],
 )
-def test_unsupported_settings_are_refused_by_name(convert, error, message):
+def test_unsupported_settings_are_refused_by_name(settings, error, message):
     with pytest.raises(error, match=message):
-        convert()
+        from_official(**settings)
+
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.mark.parametrize(
     ("tied", "dropped", "message"),
     [
-        (False, ("model.embed_tokens.weight",), "lacks 1 weights of its model: model.embed_tokens.weight"),
-        (
-            True,
-            ("model.embed_tokens.weight", "lm_head.weight"),
-            "lacks 1 weights of its model: model.embed_tokens.weight",
-        ),
-        (True, (), "lm_head.weight differs"),
+        (False, {EMBEDDING}, f"lacks 1 weights of its model: {EMBEDDING}"),
+        (True, {EMBEDDING, "lm_head.weight"}, f"lacks 1 weights of its model: {EMBEDDING}"),
+        (True, set(), "lm_head.weight differs"),
     ],
 )
 def test_incomplete_or_contradictory_checkpoints(tied, dropped, message, tmp_path):
     """What any missing weight gives, by every door, is in test_loading.py."""
-    state = {name: w for name, w in official_model(OFFICIAL).state_dict().items() if name not in dropped}
+    state = {name: w for name, w in STATE.items() if name not in dropped}
     write(tmp_path, OFFICIAL | {"tie_word_embeddings": tied}, state)
     with pytest.raises(ValueError, match=message):
         conversion.load_official(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(
-        FileNotFoundError, match="has no weights; expected one of model.safetensors, model.safetensors.index.json, pyt"
-    ):
+
+
+def test_a_directory_without_weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(OFFICIAL))
+    names = "model.safetensors, model.safetensors.index.json, pytorch_model.bin, pytorch_model.bin.index.json"
+    with pytest.raises(FileNotFoundError, match=f"has no weights; expected one of {names}"):
         conversion.load_official(tmp_path)

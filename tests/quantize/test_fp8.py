@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -276,33 +277,32 @@ def test_refusals():
     packed = quantize.pack_fp8(k, u, v)
     k8, u8, v8, scales = packed.tensors
     op = torch.ops.flashmhf.fp8_forward
-    for error, message, call in (
-        (TypeError, "k must be a torch.Tensor", lambda: quantize.pack_fp8(None, u, v)),
-        (ValueError, "multiples of 16, d_e is 20", lambda: quantize.pack_fp8(*(x[:, :, :20].contiguous() for x in (k, u,
-         v)))),
-        (TypeError, "packed must be a flashmhf.quantize.PackedWeights", lambda: quantize.forward(q, (k, u, v))),
-        (ValueError, "packed has layout 2; supported: 1", lambda: quantize.forward(q,
-         quantize.PackedWeights(*packed.tensors, layout=2))),
-        (TypeError, "dtype is torch.int32; supported: bfloat16", lambda: quantize.unpack(packed, torch.int32)),
-        (TypeError, "backend must be a str, got NoneType", lambda: quantize.forward(q, packed, r, backend=None)),
-        (TypeError, "k8 has dtype bfloat16; supported: float8_e4m3fn", lambda: op(q, k, u8, v8, scales)),
-        (ValueError, r"v8 has shape .*expected \[2, 3, 64, 80\]", lambda: op(q, k8, u8, k8, scales)),
-        (ValueError, r"scales has shape .*expected \[3, 2, 3\]", lambda: op(q, k8, u8, v8, scales[:2].contiguous())),
-        (TypeError, "scales has dtype float64", lambda: op(q, k8, u8, v8, scales.double())),
-        (ValueError, r"q has shape .*H a multiple of H_kv = 2", lambda: op(q[:, :1], k8, u8, v8, scales)),
-        (TypeError, "q has dtype int32", lambda: op(q.int(), k8, u8, v8, scales)),
-        (NotImplementedError, "backend='hopper' cannot run: device is cpu", lambda: op(q, k8, u8, v8, scales,
-         backend="hopper")),
-        (NotImplementedError, "an input requires a gradient", lambda: quantize.forward(q.clone().requires_grad_(),
-         packed)),
-        (TypeError, "network must be a flashmhf.FlashMHF, got Linear", lambda: quantize.to_fp8(nn.Linear(2, 2))),
-        (ValueError, "activation is 'gelu'", lambda: quantize.Fp8FlashMHF(flashmhf.FlashMHF(64, 1, 1, 16,
-         activation="gelu"))),
-        (ValueError, "model holds no FlashMHF", lambda: quantize.quantize_(nn.Sequential(nn.Linear(2, 2)))),
-        (ValueError, r"supported: to_fp8\(model\)", lambda: quantize.quantize_(flashmhf.FlashMHF(64, 1, 1, 16))),
+    narrow = [x[:, :, :20].contiguous() for x in (k, u, v)]
+    gelu = flashmhf.FlashMHF(64, 1, 1, 16, activation="gelu")
+    wrong = quantize.PackedWeights(*packed.tensors, layout=2)
+    for error, message, call, *given in (
+        (TypeError, "k must be a torch.Tensor", quantize.pack_fp8, None, u, v),
+        (ValueError, "multiples of 16, d_e is 20", quantize.pack_fp8, *narrow),
+        (TypeError, "packed must be a flashmhf.quantize.PackedWeights", quantize.forward, q, (k, u, v)),
+        (ValueError, "packed has layout 2; supported: 1", quantize.forward, q, wrong),
+        (TypeError, "dtype is torch.int32; supported: bfloat16", quantize.unpack, packed, torch.int32),
+        (TypeError, "backend must be a str, got NoneType", partial(quantize.forward, backend=None), q, packed, r),
+        (TypeError, "k8 has dtype bfloat16; supported: float8_e4m3fn", op, q, k, u8, v8, scales),
+        (ValueError, r"v8 has shape .*expected \[2, 3, 64, 80\]", op, q, k8, u8, k8, scales),
+        (ValueError, r"scales has shape .*expected \[3, 2, 3\]", op, q, k8, u8, v8, scales[:2].contiguous()),
+        (TypeError, "scales has dtype float64", op, q, k8, u8, v8, scales.double()),
+        (ValueError, r"q has shape .*H a multiple of H_kv = 2", op, q[:, :1], k8, u8, v8, scales),
+        (TypeError, "q has dtype int32", op, q.int(), k8, u8, v8, scales),
+        (NotImplementedError, "backend='hopper' cannot run: device is cpu", partial(op, backend="hopper"), q,
+         *packed.tensors),
+        (NotImplementedError, "an input requires a gradient", quantize.forward, q.clone().requires_grad_(), packed),
+        (TypeError, "network must be a flashmhf.FlashMHF, got Linear", quantize.to_fp8, nn.Linear(2, 2)),
+        (ValueError, "activation is 'gelu'", quantize.Fp8FlashMHF, gelu),
+        (ValueError, "model holds no FlashMHF", quantize.quantize_, nn.Sequential(nn.Linear(2, 2))),
+        (ValueError, r"supported: to_fp8\(model\)", quantize.quantize_, gelu),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
-            call()
+            call(*given)
     assert backends.select_fp8("auto", q.device, q.dtype, 64, 80) is eager
 
 
