@@ -1,6 +1,7 @@
 """flashmhf.Muon: what one update does, its states, and its groups."""
 
 import copy
+import itertools
 import pickle
 from collections import OrderedDict
 
@@ -12,19 +13,35 @@ import flashmhf
 
 
 def gradients(model: nn.Module, seed: int) -> None:
+    """Random ones, in the memory of those that are there."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
+        drawn = torch.randn(parameter.shape, generator=generator).to(parameter)
+        parameter.grad = drawn if parameter.grad is None else parameter.grad.copy_(drawn)
+
+
+def optimizer_of(model: nn.Module, **settings) -> flashmhf.Muon:
+    return flashmhf.Muon(flashmhf.param_groups(model, 1e-2, 0.1, muon=True), **settings)
+
+
+def matrices_of(model: nn.Module, **settings) -> set[str]:
+    """The parameters that Muon moves."""
+    groups = flashmhf.param_groups(model, 1.0, 0.1, muon=True, **settings)
+    found = {id(parameter) for group in groups if group["muon"] for parameter in group["params"]}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in found}
+
+
+def assert_equal(left: nn.Module, right: nn.Module, **tolerance: float) -> None:
+    for (name, a), b in zip(left.named_parameters(), right.parameters(), strict=True):
+        torch.testing.assert_close(a, b, **({"rtol": 0, "atol": 0} | tolerance), msg=name)
 
 
 @pytest.mark.parametrize("shape", [(32, 20), (20, 32), (2, 3, 32, 16), (50, 16, 40)])
 def test_matrices_move_as_in_torch(shape):
     """Each matrix of a stack by itself, whatever the others' gradients are; torch.optim.Muon takes single matrices."""
     start = torch.randn(shape)
-    ours, theirs = (
-        nn.Parameter(start.clone()),
-        [nn.Parameter(matrix.clone()) for matrix in start.reshape(-1, *shape[-2:])],
-    )
+    matrices = start.reshape(-1, *shape[-2:])
+    ours, theirs = nn.Parameter(start.clone()), [nn.Parameter(matrix.clone()) for matrix in matrices]
     optimizers = [
         flashmhf.Muon([{"params": [ours], "muon": True}], lr=0.02, weight_decay=0.1),
         torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
@@ -35,9 +52,7 @@ def test_matrices_move_as_in_torch(shape):
             parameter.grad = gradient.clone()
         for optimizer in optimizers:
             optimizer.step()
-    for after, before, expected in zip(
-        ours.reshape(-1, *shape[-2:]), start.reshape(-1, *shape[-2:]), theirs, strict=True
-    ):
+    for after, before, expected in zip(ours.reshape(matrices.shape), matrices, theirs, strict=True):
         assert (after - expected).norm() < 0.03 * (expected - before).norm()  # torch rounds momentum to bf16 elsewhere
 
 
@@ -49,46 +64,36 @@ def make_model() -> nn.Sequential:
 def test_groups_of_a_model():
     model = make_model()
     model.ffn.u.requires_grad_(False)
-    rule = {
-        id(p): (group["muon"], group["lr"])
-        for group in flashmhf.param_groups(model, 1.0, 0.1, muon=True)
-        for p in group["params"]
-    }
-    assert rule[id(model.embedding.weight)] == rule[id(model.head.weight)] == rule[id(model.head.bias)] == (False, 1.0)
-    assert rule[id(model.ffn.k)] == rule[id(model.ffn.router)] == (True, 1.0) and id(model.ffn.u) not in rule
-    assert rule[id(model.ffn.in_proj.weight)] == (True, 1.0)
-    assert rule[id(model.ffn.q_norm.weight)] == (False, 1.0)  # [H, d_h] gains, no matrix
+    groups = flashmhf.param_groups(model, 1.0, 0.1, muon=True)
+    grouped = {id(parameter) for group in groups for parameter in group["params"]}
+    assert grouped == {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    assert all(group["lr"] == 1.0 for group in groups)
+    expected = {f"ffn.{name}" for name in ("k", "v", "router", "in_proj.weight", "out_proj.weight")}
+    assert matrices_of(model) == expected  # q_norm's [H, d_h] gains are no matrix
     assert all("muon" not in group for group in flashmhf.param_groups(model, 1.0, 0.1))
     model.second = nn.Linear(64, model.head.out_features, bias=False)  # as for the token after the next
     model.positions = nn.Embedding(64, 64)  # as many as the model is wide: its projections have as many outputs
-    for outputs in (None, [model.head, model.second]):
-        groups = flashmhf.param_groups(model, 1.0, 0.1, muon=True, outputs=outputs)
-        found = {id(p) for group in groups if group["muon"] for p in group["params"]}
-        assert found == {key for key, (muon, _) in rule.items() if muon}
+    assert matrices_of(model) == matrices_of(model, outputs=[model.head, model.second]) == expected
+    assert not matrices_of(nn.EmbeddingBag(100, 64))
 
 
 def test_a_model_as_wide_as_its_vocabulary_says_what_its_output_layer_is():
     """Models of bytes: every square projection has as many outputs as the embedding has rows."""
     model = nn.Sequential(nn.Embedding(64, 64), flashmhf.FlashMHF(64, 2, 2, 16), nn.Linear(64, 64), nn.Linear(64, 64))
     with pytest.raises(ValueError, match="outputs is None, .* 2, 3 may be an output layer"):
-        flashmhf.param_groups(model, 1.0, 0.1, muon=True)
-    groups = flashmhf.param_groups(model, 1.0, 0.1, muon=True, outputs=[model[3]])
-    matrices = {id(p) for group in groups if group["muon"] for p in group["params"]}
-    assert matrices == {id(p) for p in (*model[1].parameters(), model[2].weight)}
-
-
-def test_the_table_of_an_embedding_bag_is_no_matrix():
-    assert not any(g["muon"] for g in flashmhf.param_groups(nn.EmbeddingBag(100, 64), 1.0, 0.1, muon=True))
+        matrices_of(model)
+    expected = {name for name, _ in model.named_parameters() if name.startswith("1.")} | {"2.weight"}
+    assert matrices_of(model, outputs=[model[3]]) == expected
 
 
 class OneLayer(nn.Module):
     """A network whose projection has as many outputs as there are learned positions."""
 
-    def __init__(self, layers: int = 1, vocabulary: int = 1000):
+    def __init__(self, layers: int):
         super().__init__()
-        self.embedding, self.positions = nn.Embedding(vocabulary, 64), nn.Embedding(192, 64)
+        self.embedding, self.positions = nn.Embedding(1000, 64), nn.Embedding(192, 64)
         self.qkv = nn.ModuleList(nn.Linear(64, 192) for _ in range(layers))
-        self.head = nn.Linear(64, vocabulary, bias=False)
+        self.head = nn.Linear(64, 1000, bias=False)
 
 
 class Named(OneLayer):
@@ -100,15 +105,14 @@ class Named(OneLayer):
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_models_depth_does_not_decide_what_an_output_layer_is(layers, inside):
     def matrices(model, **options):
-        groups = flashmhf.param_groups(nn.ModuleList([model]) if inside else model, 1.0, 0.1, muon=True, **options)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        return {names[id(p)] for group in groups if group["muon"] for p in group["params"]}
+        found = matrices_of(nn.ModuleList([model]) if inside else model, **options)
+        return {name.removeprefix("0.") for name in found}
 
     expected = {f"qkv.{i}.weight" for i in range(layers)}
     assert matrices(Named(layers)) == expected
-    with pytest.raises(ValueError, match=r"qkv.0.* may be an output layer"):
-        matrices(OneLayer(layers))
     model = OneLayer(layers)
+    with pytest.raises(ValueError, match=r"qkv.0.* may be an output layer"):
+        matrices(model)
     assert matrices(model, outputs=[model.head]) == expected
     assert matrices(model, outputs=[]) == expected | {"head.weight"}
     model.head.weight = model.embedding.weight
@@ -118,60 +122,50 @@ def test_a_models_depth_does_not_decide_what_an_output_layer_is(layers, inside):
         matrices(model, outputs=["head"])
 
 
-def test_training_continues_from_a_state_dict_with_equal_bits():
-    model, ids = make_model(), torch.randint(50, (3, 40))
-
-    def train(model, optimizer, steps):
-        for step in steps:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(ids[step % 3]), ids[(step + 1) % 3]).backward()
-            optimizer.step()
-
-    optimizer = flashmhf.Muon(flashmhf.param_groups(model, 1e-2, 0.1, muon=True))
-    train(model, optimizer, range(2))
-    state = pickle.loads(pickle.dumps(optimizer)).state_dict()
+def from_state_dict(pair: tuple[nn.Module, flashmhf.Muon]) -> tuple[nn.Module, flashmhf.Muon]:
+    state = pickle.loads(pickle.dumps(pair[1])).state_dict()
     for group in state["param_groups"]:  # a checkpoint of 0.1 has these alone
         for name in group.keys() - {"params", "lr", "weight_decay", "momentum", "betas", "eps", "fused", "muon"}:
             del group[name]
-    again = copy.deepcopy(model)
-    other = flashmhf.Muon(flashmhf.param_groups(again, 1e-2, 0.1, muon=True))
-    other.load_state_dict(state)
-    train(model, optimizer, range(2, 5))
-    train(again, other, range(2, 5))
-    for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(a, b), name
+    model = copy.deepcopy(pair[0])
+    optimizer = optimizer_of(model)
+    optimizer.load_state_dict(state)
+    return model, optimizer
+
+
+COPIES = {"state dict": from_state_dict, "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("rate", [float, torch.tensor])  # the second as a captured graph needs it
+def test_a_copy_of_model_and_optimizer_moves_as_they_do(copied, rate):
+    model = make_model()
+    pair = model, optimizer_of(model)
+    gradients(model, 0)
+    pair[1].step()
+    other = copied(pair)
+    for group in other[1].param_groups:
+        group["lr"] = rate(group["lr"])
+    for (each, own), seed in itertools.product((pair, other), (1, 2, 3)):
+        gradients(each, seed)
+        own.step()
+    assert_equal(model, other[0], **({} if rate is float else {"rtol": 1e-5, "atol": 1e-8}))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_step_is_the_eager_one(backend, fresh_dynamo):
-    compiled, eager = model, other = make_model(), make_model()
-    other.load_state_dict(model.state_dict())
-    optimizers = [flashmhf.Muon(flashmhf.param_groups(each, 1e-2, 0.1, muon=True)) for each in (compiled, eager)]
+    compiled = make_model()
+    eager = copy.deepcopy(compiled)
+    optimizers = [optimizer_of(each) for each in (compiled, eager)]
     steps = torch.compile(optimizers[0].step, backend=backend), optimizers[1].step
     for seed in range(4):
         for each, step in zip((compiled, eager), steps, strict=True):
             gradients(each, seed)
             step()
-    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b) and optimizers[0].state[a].keys() == optimizers[1].state[b].keys(), name
+    assert_equal(compiled, eager)
+    for a, b in zip(compiled.parameters(), eager.parameters(), strict=True):
+        assert optimizers[0].state[a].keys() == optimizers[1].state[b].keys()
     assert {len(optimizers[0].state[parameter]) for parameter in compiled.parameters()} == {1, 3}
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("rate", [float, torch.tensor])  # the second as a captured graph needs it
-def test_a_copy_of_model_and_optimizer_moves_as_they_do(copied, rate):
-    model = make_model()
-    optimizer = flashmhf.Muon(flashmhf.param_groups(model, 1e-2, 0.1, muon=True))
-    gradients(model, 0)
-    optimizer.step()
-    pairs = (model, optimizer), copied((model, optimizer))
-    for group in pairs[1][1].param_groups:
-        group["lr"] = rate(group["lr"])
-    for each, own in pairs:
-        gradients(each, 1)
-        own.step()
-    for a, b in zip(model.parameters(), pairs[1][0].parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0 if rate is float else 1e-5, atol=0 if rate is float else 1e-8)
 
 
 @pytest.mark.gpu
@@ -179,7 +173,7 @@ def test_steps_on_a_gpu_are_those_of_the_cpu():
     model = make_model()
     start, there = copy.deepcopy(model), copy.deepcopy(model).cuda()
     for each in (model, there):
-        optimizer = flashmhf.Muon(flashmhf.param_groups(each, 1e-2, 0.1, muon=True))
+        optimizer = optimizer_of(each)
         assert all(group["fused"] == (each is there) for group in optimizer.param_groups)
         for seed in range(3):
             gradients(each, seed)
@@ -190,23 +184,16 @@ def test_steps_on_a_gpu_are_those_of_the_cpu():
 
 @pytest.mark.gpu
 def test_a_captured_step_is_the_eager_one():
-    captured, eager = make_model().cuda(), make_model().cuda()
-    eager.load_state_dict(captured.state_dict())
-    optimizers = [
-        flashmhf.Muon(flashmhf.param_groups(each, 1e-2, 0.1, muon=True), capturable=each is captured)
-        for each in (captured, eager)
-    ]
+    captured = make_model().cuda()
+    eager = copy.deepcopy(captured)
+    optimizers = optimizer_of(captured, capturable=True), optimizer_of(eager)
     for group in optimizers[0].param_groups:
         group["lr"] = torch.tensor(group["lr"], device="cuda")
     graph = torch.cuda.CUDAGraph()
     for seed in range(4):
-        for each in (captured, eager):
-            new = copy.deepcopy(each)
-            gradients(new, seed)
-            for parameter, drawn in zip(each.parameters(), new.parameters(), strict=True):
-                parameter.grad = drawn.grad if parameter.grad is None else parameter.grad.copy_(drawn.grad)
-        for optimizer in optimizers:  # what a schedule does
-            for group in optimizer.param_groups:
+        for each, optimizer in zip((captured, eager), optimizers, strict=True):
+            gradients(each, seed)
+            for group in optimizer.param_groups:  # what a schedule does
                 group["lr"] *= 0.9
         optimizers[1].step()
         if seed == 0:  # makes the states
@@ -217,8 +204,7 @@ def test_a_captured_step_is_the_eager_one():
                 optimizers[0].step()
         if seed:
             graph.replay()
-    for (name, a), b in zip(captured.named_parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=name)
+    assert_equal(captured, eager, rtol=1e-3, atol=1e-5)
 
 
 def test_refusals():
@@ -240,15 +226,13 @@ def test_refusals():
     # AdamW for everything, without a word
     with pytest.raises(ValueError, match="a group has no key 'muon'; supported: .* muon=True"):
         flashmhf.Muon(layer.parameters())
-    optimizer = flashmhf.Muon(flashmhf.param_groups(layer, 1e-3, 0.1, muon=True))
+    optimizer = optimizer_of(layer)
     state = optimizer.state_dict()
     for group in state["param_groups"]:
         group["maximize"] = True  # AdamW's have it
     with pytest.raises(ValueError, match="muon=True has maximize=True; supported: False"):
         optimizer.load_state_dict(state)
-    with pytest.raises(
-        ValueError, match=r"state_dict has groups with muon = \[None\]; this optimizer's have \[True, False\]"
-    ):
+    with pytest.raises(ValueError, match=r"groups with muon = \[None\]; this optimizer's have \[True, False\]"):
         optimizer.load_state_dict(torch.optim.AdamW(layer.parameters()).state_dict())
     other = torch.optim.AdamW(flashmhf.param_groups(layer, 1e-3, 0.1, muon=True))
     layer(torch.ones(1, 4)).sum().backward()
