@@ -1,13 +1,12 @@
 """torch.compile, export, AOTInductor, opcheck, CUDA graphs."""
 
-import dataclasses
 import pathlib
 import shutil
 import subprocess
 
 import pytest
 import torch
-from targets import RESULTS, arguments, call, leaves
+from targets import RESULTS, arguments, leaves
 from torch._dynamo.utils import counters
 
 import flashmhf
@@ -120,36 +119,3 @@ def test_cuda_graph_of_forward_and_backward(gpu_backend):
         x = torch.randn_like(static_x)
         for a, b in zip(gradients(graphed, module, x), gradients(module.forward, module, x), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
-def test_no_host_synchronisation(gpu_backend):
-    p = problem(300, 2, 64, 3, 64, torch.bfloat16, "cuda")
-
-    def step():
-        for name in RESULTS:
-            call(name, p, backend=gpu_backend)
-
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def test_runs_on_the_current_stream(gpu_backend):
-    p = problem(4000, 2, 128, 3, 128, torch.bfloat16, "cuda")
-
-    def run(p):
-        return call("forward", p, backend=gpu_backend) + call("backward", p, deterministic=True, backend=gpu_backend)
-
-    expected, stream, delayed = run(p), torch.cuda.Stream(), torch.empty_like(p.q)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        delayed.copy_(p.q)  # a kernel on another stream would read q before this
-        actual = run(dataclasses.replace(p, q=delayed))
-    stream.synchronize()
-    for a, b in zip(actual, expected, strict=True):
-        assert torch.equal(a, b)

@@ -7,6 +7,7 @@ import fake_hopper
 import pytest
 import torch
 from targets import as_tuple, leaves
+from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
@@ -68,19 +69,12 @@ options = pytest.mark.parametrize(
 
 @dynamic_or_not
 @options
+@pytest.mark.parametrize(("served", "name"), [(nn.Identity(), "graph_layer"), (quantize.to_fp8, "graph_fp8_layer")])
 @torch.no_grad()
-def test_layer(settings, dynamic):
-    module = network(**settings)
+def test_layer(settings, served, name, dynamic):
+    module = served(network(**settings))
     result, found = compiled(module, dynamic=dynamic)
-    assert found == ["flashmhf_hopper.graph_layer"]
-    assert_close(result, module(X))
-
-
-@torch.no_grad()
-def test_fp8_layer():
-    module = quantize.to_fp8(network())
-    result, found = compiled(module)
-    assert found == ["flashmhf_hopper.graph_fp8_layer"]
+    assert found == [f"flashmhf_hopper.{name}"]
     assert_close(result, module(X))
 
 
