@@ -92,17 +92,14 @@ def test_functions_refuse(call, exception, message):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_initialisation_is_checked(name):
-    refused = [
-        ({"init": 1}, TypeError, "init must be a str, got int"),
-        ({"init": "xavier"}, ValueError, "init is 'xavier'"),
-    ]
-    refused += [
-        ({"num_layers": n}, error, "num_layers") for n, error in ((0, ValueError), (-1, ValueError), ("a", TypeError))
-    ]
-    refused += [({"initializer_range": std}, ValueError, "initializer_range") for std in (-1.0, math.nan)]
-    for arguments, exception, message in refused:
+    for argument, value, exception, message in (
+        ("init", 1, TypeError, "init must be a str, got int"),
+        ("init", "xavier", ValueError, "init is 'xavier'"),
+        *(("num_layers", n, TypeError if n == "a" else ValueError, "num_layers") for n in (0, -1, "a")),
+        *(("initializer_range", std, ValueError, "initializer_range") for std in (-1.0, math.nan)),
+    ):
         with pytest.raises(exception, match=message):
-            MAKERS[name]().reset_parameters(**arguments)
+            MAKERS[name]().reset_parameters(**{argument: value})
 
 
 @pytest.mark.parametrize("name", MAKERS)

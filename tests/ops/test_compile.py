@@ -72,15 +72,7 @@ def test_aot_inductor_without_python(needs_hopper, tmp_path):
     package, given, taken, program = (str(tmp_path / name) for name in ("layer.pt2", "x.pt", "y.pt", "run_package"))
     folder = pathlib.Path(torch.__file__).parent
     options = [f"-isystem{folder}/include", f"-isystem{folder}/include/torch/csrc/api/include", f"-L{folder}/lib"]
-    options += [
-        f"-Wl,-rpath,{folder}/lib",
-        "-Wl,--no-as-needed",
-        "-ltorch",
-        "-ltorch_cpu",
-        "-ltorch_cuda",
-        "-lc10",
-        "-ldl",
-    ]
+    options += [f"-Wl,-rpath,{folder}/lib,--no-as-needed", *"-ltorch -ltorch_cpu -ltorch_cuda -lc10 -ldl".split()]
     source = pathlib.Path(__file__).with_name("run_package.cpp")
     built = subprocess.run([compiler, "-std=c++20", source, "-o", program, *options], capture_output=True, text=True)
     if built.returncode:

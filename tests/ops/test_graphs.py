@@ -6,7 +6,7 @@ import zipfile
 import fake_hopper
 import pytest
 import torch
-from targets import as_tuple, leaves
+from targets import RESULTS, arguments, as_tuple, leaves
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
@@ -94,11 +94,11 @@ def test_training(settings, dynamic):
 
 
 @dynamic_or_not
-@pytest.mark.parametrize("gate", [None, "same", "float32"])
-@pytest.mark.parametrize("name", ["forward", "gated_forward"])
+@pytest.mark.parametrize(
+    ("name", "gate"), [("forward", None), ("forward", "same"), ("forward", "float32"), ("gated_forward", "float32")]
+)
 def test_functions(name, gate, dynamic):
-    p = problem((2, 20), 2, 64, 3, 32, BF16, gate=gate)
-    given = leaves(name, p) if gate or name == "forward" else leaves(name, problem((2, 20), 2, 64, 3, 32, BF16))
+    given = leaves(name, problem((2, 20), 2, 64, 3, 32, BF16, gate=gate))
 
     def function(*operands):
         return getattr(torch.ops.flashmhf, name)(*operands, deterministic=True)
@@ -199,14 +199,8 @@ def test_aot_inductor(tmp_path):
 @pytest.mark.parametrize("gate", [None, "float32"])
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
 def test_fakes(gate, needs):
-    p = problem((2, 20), 2, 64, 3, 32, BF16, gate=gate)
-    routed = problem((2, 20), 2, 64, 3, 32, BF16)
-    ops, how = torch.ops.flashmhf_hopper, (True, *needs)
-    checks = ("test_schema", "test_faketensor")
-    for op, given in (
-        (ops.forward, (*p.operands, p.r, True)),
-        (ops.gated_forward, (*p.operands, routed.w, p.eps, True)),
-        (ops.backward, (p.grad_out, *p.operands, p.r, *how)),
-        (ops.gated_backward, (p.grad_out, *p.operands, routed.w, p.eps, *how)),
-    ):
-        torch.library.opcheck(op, given, test_utils=checks)
+    for name in RESULTS if gate else ("forward", "backward"):
+        given = arguments(name, problem((2, 20), 2, 64, 3, 32, BF16, gate=gate))
+        settings = (True, *needs) if "backward" in name else (True,)
+        op = getattr(torch.ops.flashmhf_hopper, name)
+        torch.library.opcheck(op, (*given, *settings), test_utils=("test_schema", "test_faketensor"))

@@ -195,9 +195,8 @@ def test_vmap_of_the_operator():
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_layer_is_one_node(dynamic, fp8, fresh_dynamo):
     module, graphs = (make_fp8 if fp8 else make)(q_norm=True), []
-    compiled = torch.compile(
-        module, fullgraph=True, dynamic=dynamic, backend=lambda graph, _: graphs.append(graph) or graph
-    )
+    seeing = {"fullgraph": True, "backend": lambda graph, _: graphs.append(graph) or graph}
+    compiled = torch.compile(module, dynamic=dynamic, **seeing)
     with torch.no_grad():
         for tokens in (TOKENS, TOKENS + 3):
             x = tokens_of(module, tokens)
@@ -205,9 +204,8 @@ def test_a_compiled_layer_is_one_node(dynamic, fp8, fresh_dynamo):
         module.router_eps = 0.25
         assert torch.equal(compiled(x), module(x))
     nodes = [node for graph in graphs for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
-    assert {(node.op, str(node.target)) for node in nodes} == {
-        ("call_function", "flashmhf.fp8_layer" if fp8 else "flashmhf.layer")
-    }
+    expected = "flashmhf.fp8_layer" if fp8 else "flashmhf.layer"
+    assert {(node.op, str(node.target)) for node in nodes} == {("call_function", expected)}
 
 
 @pytest.mark.parametrize("change", ["forward hook", "replaced projection", "subclassed projection", "function mode"])
@@ -227,16 +225,13 @@ def test_exports(strict, name):
     """With gradients the parts of the layer, with the operator of its networks alone."""
     module = (make_fp8 if name == "fp8_layer" else make)()
     with torch.set_grad_enabled(name == "gated_forward"):
-        tokens = torch.export.Dim("tokens", min=2)
-        program = torch.export.export(
-            module, (tokens_of(module, TOKENS),), dynamic_shapes=({0: tokens},), strict=strict
-        )
+        shapes = ({0: torch.export.Dim("tokens", min=2)},)
+        program = torch.export.export(module, (tokens_of(module, TOKENS),), dynamic_shapes=shapes, strict=strict)
         longer = tokens_of(module, 3 * TOKENS)
         assert torch.equal(program.module()(longer), module(longer))
-    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert [target for target in targets if "aten" not in target or name != "gated_forward"] == [
-        f"flashmhf.{name}.default"
-    ]
+    called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    ours = [target for target in called if "aten" not in target or name != "gated_forward"]
+    assert ours == [f"flashmhf.{name}.default"]
 
 
 @pytest.mark.gpu

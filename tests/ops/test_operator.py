@@ -73,15 +73,12 @@ def test_values_with_16_bit_gate_and_without(target, gate, heads, kv_heads):
 @pytest.mark.parametrize("activation", ["gelu", "relu", "relu2"])
 def test_other_activations(target, activation):
     for dtype in dtypes_of(target):
-        reason = backends.BACKENDS[target.backend].why_not(
-            torch.device(target.device), dtype, d_h=64, d_e=48, activation=activation
-        )
-        if reason:
+        why_not, device = backends.BACKENDS[target.backend].why_not, torch.device(target.device)
+        if reason := why_not(device, dtype, d_h=64, d_e=48, activation=activation):
             pytest.skip(f"{target.backend}: {reason}")
         for shape, kwargs in ((((3, 65), 2, 64, 3, 48), {}), ((130, 4, 64, 2, 80), {"gate": None, "num_kv_heads": 2})):
-            check_all(
-                target, dataclasses.replace(problem(*shape, dtype, target.device, **kwargs), activation=activation)
-            )
+            p = problem(*shape, dtype, target.device, **kwargs)
+            check_all(target, dataclasses.replace(p, activation=activation))
 
 
 @pytest.mark.parametrize("heads", [2, 8])
@@ -200,17 +197,8 @@ def test_any_shape_stride_dtype_and_gate(target, data):
     head_dim, subnet_dim = data.draw(head_dims[target.backend], label="d_h"), data.draw(subnet_dims, label="d_e")
     dtype = data.draw(st.sampled_from(target.dtypes), label="dtype")
     gate = data.draw(st.sampled_from(["float32", "same", None]), label="gate")
-    p = problem(
-        leading,
-        heads,
-        head_dim,
-        subnets,
-        subnet_dim,
-        dtype,
-        target.device,
-        gate=gate,
-        seed=data.draw(st.integers(0, 99)),
-    )
+    sizes, seed = (leading, heads, head_dim, subnets, subnet_dim), data.draw(st.integers(0, 99))
+    p = problem(*sizes, dtype, target.device, gate=gate, seed=seed)
     if len(leading) >= 2 and data.draw(st.booleans(), label="transposed"):
         p.q = p.q.transpose(0, 1).contiguous().transpose(0, 1)
         if len(leading) == 3 and target.backend == "hopper":
@@ -225,9 +213,7 @@ def check_heads(name, p, gradients):
         for output, whole, exact in zip(RESULTS[name], gradients, getattr(p, f"exact_{name}")(head), strict=True):
             actual = whole[..., head, :] if output in ("dq", "dr") else whole[head]
             error, allowed = relative_l2(actual, exact), fixed_limit(exact.numel(), actual.dtype)
-            assert error <= allowed, (
-                f"{name}: {output} of head {head}: relative L2 error {error:.3e} exceeds {allowed:.3e}"
-            )
+            assert error <= allowed, f"{name}: {output} of head {head}: {error:.3e} exceeds {allowed:.3e}"
 
 
 @pytest.mark.parametrize(
