@@ -19,13 +19,6 @@ namespace ext = flashmhf::tma;
 using Buffer = harness::Buffer<float>;
 using harness::check;
 
-static int failures = 0;
-static void report(const std::string &name, double error, double limit) {
-    const bool ok = error <= limit;  // false for NaN
-    std::printf("%s %s error %.2e limit %.0e\n", ok ? "PASS" : "FAIL", name.c_str(), error, limit);
-    failures += !ok;
-}
-
 // Values exact in bf16 and fp16, so that products differ from the reference by fp32 summation order alone.
 __host__ __device__ static float value(int i, int seed) {
     uint32_t z = (uint32_t)i * 2654435761u + (uint32_t)seed * 40503u + 12345u;
@@ -60,79 +53,90 @@ template <register_tile RT> __device__ static void dump(float *out, const RT &ti
             }
 }
 
-static double max_error(const std::vector<float> &got, const std::function<double(int)> &expected) {
+static int failures = 0;
+// Prints a line: whether no value is further than `limit` from what is expected of its index.
+static void compare(const std::string &name, const std::vector<float> &got, double limit, const std::function<double(int)> &expected) {
     double worst = 0;
     for (size_t i = 0; i < got.size(); i++) {
         const double e = std::fabs(got[i] - expected((int)i));
         if (!(e <= worst)) worst = e;  // keeps NaN
     }
-    return worst;
+    const bool ok = worst <= limit;  // false for NaN
+    std::printf("%s %s error %.2e limit %.0e\n", ok ? "PASS" : "FAIL", name.c_str(), worst, limit);
+    failures += !ok;
 }
-// The next object of type A in the dynamic shared memory that `next` walks through.
-template <typename A> __device__ static A &take(uintptr_t &next) {
-    next = (next + 1023) / 1024 * 1024 + sizeof(A);
-    return *reinterpret_cast<A *>(next - sizeof(A));
-}
+// Dynamic shared memory, from which a kernel takes one object after the other.
+struct SharedMemory {
+    uintptr_t next;
+    __device__ SharedMemory() {
+        extern __shared__ int raw[];
+        next = reinterpret_cast<uintptr_t>(raw);
+    }
+    template <typename A> __device__ A &take() {
+        next = (next + 1023) / 1024 * 1024 + sizeof(A);
+        return *reinterpret_cast<A *>(next - sizeof(A));
+    }
+};
 template <typename K, typename... A> static void launch(K kernel, dim3 grid, int threads, const A &...args) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 * 1024));
     kernel<<<grid, threads, 200 * 1024>>>(args...);
     check(cudaGetLastError());
 }
+// Of a kernel that writes `size` values to its last argument.
+template <typename K, typename... A>
+static void test(const std::string &name, K kernel, dim3 grid, int threads, int size, double limit,
+                 const std::function<double(int)> &expected, const A &...args) {
+    Buffer out(size);
+    launch(kernel, grid, threads, args..., out);
+    compare(name, out.host(), limit, expected);
+}
 template <typename T> static const char *name_of() { return sizeof(T) == 4 ? "fp32" : std::is_same_v<T, bf16> ? "bf16" : "fp16"; }
+
+static double product(double seed, int K, const std::function<double(int)> &term) {
+    for (int k = 0; k < K; k++) seed += term(k);
+    return seed;
+}
 
 // ---- products: C = seed + op(A) op(B), 64 x N, contraction K
 enum Form { AB, ABt, AtB };
 template <typename T, int N, int K, int form, bool registers, bool accumulate, int A_swizzle, int B_swizzle>
 __global__ void product_kernel(float *out) {
-    extern __shared__ int raw[];
-    uintptr_t next = reinterpret_cast<uintptr_t>(raw);
+    SharedMemory memory;
     constexpr bool ta = form == AtB, tb = form == ABt;
     using A = st<T, ta ? K : 64, ta ? 64 : K, true, A_swizzle>;
     using B = st<T, tb ? N : K, tb ? K : N, true, B_swizzle>;
-    A &a = take<A>(next);
-    B &b = take<B>(next);
+    A &a = memory.take<A>();
+    B &b = memory.take<B>();
     fill(a, 1, ta);
     fill(b, 2, tb);
     ext::fence_shared_writes();
     __syncthreads();
     rt_fl<16, N> c;
     c = 3.f;  // mm_* must overwrite it
+    auto multiply = [&](const auto &left) {
+        if constexpr (form == AB && accumulate) warpgroup::mma_AB(c, left, b);
+        if constexpr (form == AB && !accumulate) warpgroup::mm_AB(c, left, b);
+        if constexpr (form == ABt && accumulate) warpgroup::mma_ABt(c, left, b);
+        if constexpr (form == ABt && !accumulate) warpgroup::mm_ABt(c, left, b);
+        if constexpr (form == AtB) warpgroup::mma_AtB(c, left, b);
+        warpgroup::mma_async_wait();
+    };
     if constexpr (registers) {
         rt<T, 16, K> ra;
         warpgroup::load(ra, a);
-        if constexpr (form == AB && accumulate) warpgroup::mma_AB(c, ra, b);
-        if constexpr (form == AB && !accumulate) warpgroup::mm_AB(c, ra, b);
-        if constexpr (form == ABt && accumulate) warpgroup::mma_ABt(c, ra, b);
-        if constexpr (form == ABt && !accumulate) warpgroup::mm_ABt(c, ra, b);
-        warpgroup::mma_async_wait();
-    } else {
-        if constexpr (form == AB) {
-            if constexpr (accumulate) warpgroup::mma_AB(c, a, b);
-            else warpgroup::mm_AB(c, a, b);
-        }
-        if constexpr (form == ABt) {
-            if constexpr (accumulate) warpgroup::mma_ABt(c, a, b);
-            else warpgroup::mm_ABt(c, a, b);
-        }
-        if constexpr (form == AtB) warpgroup::mma_AtB(c, a, b);
-        warpgroup::mma_async_wait();
-    }
+        multiply(ra);
+    } else multiply(a);
     dump(out, c);
 }
 template <typename T, int N, int K, int form, bool registers = false, bool accumulate = true, int A_swizzle = 0, int B_swizzle = 0>
 static void test_product() {
     static const char *names[] = {"AB", "ABt", "AtB"};
-    Buffer out(64 * N);
-    launch(product_kernel<T, N, K, form, registers, accumulate, A_swizzle, B_swizzle>, 1, 128, out);
-    const double e = max_error(out.host(), [&](int i) {
-        double s = accumulate ? 3 : 0;
-        for (int k = 0; k < K; k++) s += (double)value((i / N) * K + k, 1) * value(k * N + i % N, 2);
-        return s;
-    });
     char name[96];
     std::snprintf(name, sizeof name, "%s_%s %s n%d k%d %s swizzle %d,%d", accumulate ? "mma" : "mm", names[form], name_of<T>(), N, K,
                   registers ? "registers" : "shared", A_swizzle, B_swizzle);
-    report(name, e, 1e-4);
+    test(name, product_kernel<T, N, K, form, registers, accumulate, A_swizzle, B_swizzle>, 1, 128, 64 * N, 1e-4, [](int i) {
+        return product(accumulate ? 3 : 0, K, [=](int k) { return (double)value((i / N) * K + k, 1) * value(k * N + i % N, 2); });
+    });
 }
 template <typename T> static void test_products() {
     test_product<T, 64, 64, AB>();
@@ -160,12 +164,11 @@ template <typename T> static void test_products() {
 
 // ---- two products in flight, with one fence before both
 __global__ void pipelined_kernel(float *out) {
-    extern __shared__ int raw[];
-    uintptr_t next = reinterpret_cast<uintptr_t>(raw);
+    SharedMemory memory;
     using A = st<bf16, 64, 128>;
     using B = st<bf16, 128, 64>;
-    A &a = take<A>(next);
-    B &b = take<B>(next);
+    A &a = memory.take<A>();
+    B &b = memory.take<B>();
     fill(a, 1);
     fill(b, 2);
     ext::fence_shared_writes();
@@ -186,11 +189,10 @@ __global__ void pipelined_kernel(float *out) {
 
 // ---- tiles: shared <-> registers, subtiles, 16 and 32 bits, both layouts
 template <typename T, typename R, int rows, int cols, int swizzle> __global__ void copy_kernel(float *out) {
-    extern __shared__ int raw[];
-    uintptr_t next = reinterpret_cast<uintptr_t>(raw);
+    SharedMemory memory;
     using ST = st<T, rows, cols, true, swizzle>;
-    ST &a = take<ST>(next);
-    ST &b = take<ST>(next);
+    ST &a = memory.take<ST>();
+    ST &b = memory.take<ST>();
     fill(a, 1);
     __syncthreads();
     rt<R, rows / 4, cols> r;
@@ -201,17 +203,14 @@ template <typename T, typename R, int rows, int cols, int swizzle> __global__ vo
         out[i] = base_types::convertor<float, T>::convert(at(b, i / cols, i % cols));
 }
 template <typename T, typename R, int rows, int cols, int swizzle = 0> static void test_copy() {
-    Buffer out(rows * cols);
-    launch(copy_kernel<T, R, rows, cols, swizzle>, 1, 128, out);
     char name[96];
     std::snprintf(name, sizeof name, "load+store %s tile %dx%d through %s swizzle %d", name_of<T>(), rows, cols, name_of<R>(), swizzle);
-    report(name, max_error(out.host(), [](int i) { return (double)value(i, 1); }), 0);
+    test(name, copy_kernel<T, R, rows, cols, swizzle>, 1, 128, rows * cols, 0, [](int i) { return value(i, 1); });
 }
 __global__ void fragment_kernel(float *out) {  // the register order of a loaded tile, and of the transposed matrices of ldmatrix
-    extern __shared__ int raw[];
-    uintptr_t next = reinterpret_cast<uintptr_t>(raw);
+    SharedMemory memory;
     using Tile = st<bf16, 64, 64>;
-    Tile &a = take<Tile>(next);
+    Tile &a = memory.take<Tile>();
     fill(a, 1);
     __syncthreads();
     rt<bf16, 16, 64> r;
@@ -260,23 +259,15 @@ template <int N> __global__ void e4m3_kernel(float *out) {
     }
 }
 template <int N> static void test_e4m3() {
-    Buffer out(64 * N);
-    launch(e4m3_kernel<N>, 1, 128, out);
-    report("mma_ABt e4m3 n" + std::to_string(N),
-           max_error(out.host(),
-                     [](int i) {
-                         double s = 1;
-                         for (int k = 0; k < 32; k++) s += (double)small_value(i / N * 32 + k, 1) * small_value(i % N * 32 + k, 2);
-                         return s;
-                     }),
-           0);
+    test("mma_ABt e4m3 n" + std::to_string(N), e4m3_kernel<N>, 1, 128, 64 * N, 0, [](int i) {
+        return product(1, 32, [=](int k) { return (double)small_value(i / N * 32 + k, 1) * small_value(i % N * 32 + k, 2); });
+    });
 }
 
 // ---- synchronisation and copies
 __global__ void semaphore_kernel(float *in, float *out) {  // producer warp -> consumer warps, two phases, counted arrivals; named barrier
-    extern __shared__ int raw[];
-    uintptr_t next = reinterpret_cast<uintptr_t>(raw);
-    auto &data = take<float[256]>(next);
+    SharedMemory memory;
+    auto &data = memory.take<float[256]>();
     __shared__ semaphore full, empty;
     if (threadIdx.x == 0) {
         init_semaphore(full, 1);
@@ -305,10 +296,9 @@ __global__ void semaphore_kernel(float *in, float *out) {  // producer warp -> c
 }
 template <typename T, int rows, int cols, int swizzle>
 __global__ void tensor_kernel(const __grid_constant__ CUtensorMap in, const __grid_constant__ CUtensorMap out, float *check) {
-    extern __shared__ int raw[];
-    uintptr_t next = reinterpret_cast<uintptr_t>(raw);
+    SharedMemory memory;
     using ST = st<T, rows, cols, true, swizzle>;
-    ST &tile = take<ST>(next);
+    ST &tile = memory.take<ST>();
     __shared__ semaphore full;
     constexpr int panel = swizzle / sizeof(T);
     if (threadIdx.x == 0) {
@@ -343,9 +333,8 @@ __global__ void reduce_kernel(float *sum) {
 }
 __global__ void __cluster_dims__(2, 1, 1)
     cluster_kernel(const __grid_constant__ CUtensorMap in, float *out) {  // each CTA loads half and multicasts it
-    extern __shared__ int raw[];
-    uintptr_t next = reinterpret_cast<uintptr_t>(raw);
-    auto &tile = take<st<bf16, 64, 128>>(next);
+    SharedMemory memory;
+    auto &tile = memory.take<st<bf16, 64, 128>>();
     __shared__ semaphore full, empty;
     const int rank = cluster_ctarank();
     if (threadIdx.x == 0) {
@@ -395,30 +384,21 @@ template <typename T, int rows, int cols, int swizzle> static void test_tensor_m
     auto expected = [](int i) { return i / cols + 8 < rows ? (double)value(i + 8 * cols, 1) : 0.; };
     char name[96];
     std::snprintf(name, sizeof name, "tensor map load %s %dx%d swizzle %d", name_of<T>(), rows, cols, swizzle);
-    report(name, max_error(loaded.host(), expected), 0);
+    compare(name, loaded.host(), 0, expected);
     std::vector<T> stored(rows * cols);
     check(cudaMemcpy(stored.data(), out, rows * cols * 2, cudaMemcpyDeviceToHost));
     std::vector<float> values(rows * cols);
     for (int i = 0; i < rows * cols; i++) values[i] = (float)stored[i];
     std::snprintf(name, sizeof name, "tensor map store %s %dx%d swizzle %d", name_of<T>(), rows, cols, swizzle);
-    report(name, max_error(values, expected), 0);
+    compare(name, values, 0, expected);
 }
 
 static int run() {
     test_products<bf16>();
     test_products<half>();
-    {
-        Buffer out(2 * 4096);
-        launch(pipelined_kernel, 1, 128, out);
-        report("two products in flight",
-               max_error(out.host(),
-                         [](int i) {
-                             double s = 0;
-                             for (int k = 0; k < 128; k++) s += (double)value((i % 4096 / 64) * 128 + k, 1) * value(k * 64 + i % 64, 2);
-                             return s;
-                         }),
-               1e-4);
-    }
+    test("two products in flight", pipelined_kernel, 1, 128, 2 * 4096, 1e-4, [](int i) {
+        return product(0, 128, [=](int k) { return (double)value(i % 4096 / 64 * 128 + k, 1) * value(k * 64 + i % 64, 2); });
+    });
     test_copy<bf16, bf16, 64, 64>();
     test_copy<bf16, float, 64, 128>();
     test_copy<half, half, 64, 96>();
@@ -428,44 +408,24 @@ static int run() {
     test_e4m3<96>();
     test_e4m3<128>();
     test_e4m3<256>();
-    {
-        Buffer out(4096 + 256);
-        launch(fragment_kernel, 1, 128, out);
-        report("fragment order, mul, ldmatrix.trans",
-               max_error(out.host(),
-                         [](int i) {
-                             if (i < 4096) return 0.5 * value(i, 1);
-                             return (double)value((i - 4096) / 32 * 64 + (i - 4096) % 32, 1);
-                         }),
-               0);
-    }
-    {
-        Buffer in(1536), out(1536);
-        fill_global<<<1, 256>>>((float *)in, 1536, 3);
-        launch(semaphore_kernel, 1, 128, in, out);
-        report("semaphores, linear load, named barrier", max_error(out.host(), [](int i) { return (double)value(i, 3); }), 0);
-    }
+    test("fragment order, mul, ldmatrix.trans", fragment_kernel, 1, 128, 4096 + 256, 0,
+         [](int i) { return i < 4096 ? 0.5 * value(i, 1) : value((i - 4096) / 32 * 64 + (i - 4096) % 32, 1); });
+    Buffer in(8192);
+    fill_global<<<1, 256>>>((float *)in, 1536, 3);
+    test("semaphores, linear load, named barrier", semaphore_kernel, 1, 128, 1536, 0, [](int i) { return value(i, 3); }, in);
     test_tensor_map<bf16, 64, 128, 128>();
     test_tensor_map<half, 64, 128, 128>();
     test_tensor_map<bf16, 64, 96, 64>();
     test_tensor_map<half, 64, 48, 32>();
-    {
-        Buffer sum(1024);
-        check(cudaMemset(sum, 0, 4096));
-        launch(reduce_kernel, 5, 128, sum);
-        report("linear bulk reduction", max_error(sum.host(), [](int i) { return 5. * value(i, 7); }), 1e-6);
-    }
-    {
-        Buffer in(64 * 128), out(2 * 8192);
-        fill_global<<<1, 256>>>((bf16 *)(float *)in, 8192, 1);
-        launch(cluster_kernel, 2, 128, map_of<bf16>(in, 128, 64, 128, true), out);
-        report("cluster multicast, remote arrive", max_error(out.host(), [](int i) { return (double)value(i % 8192, 1); }), 0);
-    }
-    {
-        Buffer out(384);
-        launch(roles_kernel, 1, 384, out);
-        report("register budgets of roles", max_error(out.host(), [](int i) { return i < 128 ? 1. : 2.; }), 0);
-    }
+    Buffer sum(1024);
+    check(cudaMemset(sum, 0, 4096));
+    launch(reduce_kernel, 5, 128, sum);
+    compare("linear bulk reduction", sum.host(), 1e-6, [](int i) { return 5. * value(i, 7); });
+    fill_global<<<1, 256>>>((bf16 *)(float *)in, 8192, 1);
+    test(
+        "cluster multicast, remote arrive", cluster_kernel, 2, 128, 2 * 8192, 0, [](int i) { return value(i % 8192, 1); },
+        map_of<bf16>(in, 128, 64, 128, true));
+    test("register budgets of roles", roles_kernel, 1, 384, 384, 0, [](int i) { return i < 128 ? 1. : 2.; });
     std::printf("%d failed\n", failures);
     return failures != 0;
 }
