@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import (
@@ -19,36 +18,9 @@ from vllm.distributed import (
 )
 from vllm.model_executor.models import llama
 
-from ..distributed.shards import Rank, loadable
+from ..distributed import Rank
 from ..models.modeling import check_complete
-from ..ops.gate import gate
 from .shards import served_feed_forward
-
-
-def _rank() -> Rank:
-    return Rank(
-        get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), tensor_model_parallel_all_reduce
-    )
-
-
-class DenseMoE(llama.LlamaMLP):
-    """:class:`flashmhf.DenseMoE` with E / size sub-networks per rank, by vLLM's merged gate and up projections."""
-
-    def __init__(self, config, prefix: str) -> None:
-        super().__init__(config.hidden_size, config.intermediate_size, "silu", prefix=prefix)
-        rank = _rank()
-        self.count = rank.of("ffn_num_subnets", config.ffn_num_subnets)
-        self.first = rank.index * self.count
-        self.eps = config.ffn_router_eps
-        router = nn.Parameter(torch.empty(config.hidden_size, config.ffn_num_subnets))
-        self.router = loadable(router, f"{prefix}.router", lambda whole: whole, router.shape)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the network's result [T, d_model] for x [T, d_model]."""
-        r = gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.eps).squeeze(-2)
-        r = r[:, self.first : self.first + self.count]
-        activation = self.act_fn(self.gate_up_proj(x)[0]).unflatten(-1, (self.count, -1))
-        return self.down_proj((activation * r[..., None].to(activation.dtype)).flatten(-2))[0]
 
 
 class NoNorm(nn.Module):
@@ -65,16 +37,18 @@ class FlashMHFDecoderLayer(llama.LlamaDecoderLayer):
         as_llama = copy.copy(config)
         as_llama.hidden_act = "silu"  # its own network, which is replaced below, has no other
         super().__init__(vllm_config, prefix, config=as_llama, **kwargs)
-        if config.ffn_type == "dense_moe":
-            self.mlp = DenseMoE(config, f"{prefix}.mlp")
-        elif config.ffn_type != "swiglu":
-            self.mlp = served_feed_forward(config, _rank(), f"{prefix}.mlp.")
+        if config.ffn_type != "swiglu":
+            rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+            rank_of_heads = Rank(rank, ranks, tensor_model_parallel_all_reduce)
+            self.mlp = served_feed_forward(config, rank_of_heads, f"{prefix}.mlp.")
         if not config.ffn_norm:
             self.post_attention_layernorm = NoNorm()
 
 
 class FlashMHFForCausalLM(llama.LlamaForCausalLM):
-    """vLLM's interface of :class:`flashmhf.models.FlashMHFForCausalLM`: every ``ffn_type``, FP8, parallelism."""
+    """vLLM's interface of :class:`flashmhf.models.FlashMHFForCausalLM`: FP8, parallelism, every ``ffn_type`` but
+    "dense_moe".
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=FlashMHFDecoderLayer)
