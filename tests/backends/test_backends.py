@@ -3,7 +3,10 @@
 import importlib.util
 import inspect
 import itertools
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from flashmhf.testing import problem
 @pytest.fixture
 def uncached():
     """Selection without its cache before and after: these tests change what a back end says of itself."""
-    caches = (backends.select, backends.select_fp8, backends._warn_hopper_unused, hopper.library)
+    caches = (backends.select, backends.select_fp8, backends._warn_hopper_unused, hopper._load)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -133,6 +136,21 @@ def test_why_the_library_is_not_usable(monkeypatch, tmp_path, uncached, cuda, ex
         monkeypatch.setattr(hopper, "build_info", lambda: {"version": version, "cuda_version": "13.0"})
     found = hopper.library()
     assert found is None if reason is None else reason in found
+
+
+def test_threads_that_come_first_load_the_library_once(monkeypatch, uncached):
+    def loaded() -> bool:
+        calls.append(None)
+        time.sleep(0.05)  # the others come meanwhile
+        return False
+
+    calls = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(hopper, "LIBRARY", SimpleNamespace(exists=loaded))
+    monkeypatch.setattr(hopper, "NO_LIBRARY", SimpleNamespace(exists=lambda: False))
+    with ThreadPoolExecutor(8) as pool:
+        reasons = list(pool.map(lambda _: hopper.library(), range(8)))
+    assert len(calls) == 1 and "was not built" in reasons[0] and reasons == reasons[:1] * 8
 
 
 def machine(monkeypatch, *devices: tuple[str, tuple[int, int]]) -> None:

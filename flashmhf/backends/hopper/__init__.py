@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+import threading
 
 import torch
 from torch import Tensor
@@ -27,11 +28,17 @@ BACKWARD_HEAD_DIMS = (64, 96, 128, 256)
 HEAD_DIMS = tuple(d_h for d_h in FORWARD_HEAD_DIMS if d_h in BACKWARD_HEAD_DIMS)
 SUBNET_DIM_MULTIPLE = 16
 TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
+_LOADING = threading.RLock()  # a cached function runs in every thread that comes at first; operators register once
+
+
+def library() -> str | None:
+    """Load the op library. Return None if it is usable, else the reason why not."""
+    with _LOADING:
+        return _load()
 
 
 @functools.cache
-def library() -> str | None:
-    """Load the op library. Return None if it is usable, else the reason why not."""
+def _load() -> str | None:
     if torch.version.cuda is None:
         return "this PyTorch has no CUDA"
     if not LIBRARY.exists():
