@@ -3,6 +3,7 @@ line."""
 
 import importlib.util
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -151,9 +152,14 @@ def test_compiled_training(precision, rel, text, tmp_path):
 @pytest.mark.gpu
 def test_compiled_training_on_a_gpu(text, tmp_path):
     """bf16 autocast through Inductor and the fused kernels: one graph, and the loss falls as in float32 without
-    compilation."""
+    compilation. The tokens lie there as another run's do: files are read with datasets, which may be missing."""
+    documents = data.Documents([{"text": text.read_text()}], "a text", Counter())
+    made = tokenizer.train(documents, 300)
+    made.save_pretrained(tmp_path / "tokens" / training.TOKENIZER)
+    (tmp_path / "tokens" / training.DATA).mkdir()
+    data.store(tmp_path / "tokens" / training.DATA, documents, made, 10_000)
     sizes = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, ffn_num_heads=2, ffn_num_subnets=2)
-    settings = dict(device="auto", model=sizes, steps=20)
+    settings = dict(data=[], tokens=str(tmp_path / "tokens"), device="auto", model=sizes, steps=20)
     plain = start(tmp_path / "plain", text, precision="fp32", **settings)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
