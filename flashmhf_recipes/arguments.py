@@ -54,22 +54,18 @@ def chosen_device(name: str):
 
 
 def add_options(parser: argparse.ArgumentParser, owner: type, types: dict[str, typing.Any]) -> None:
-    """Add a flag for every field of a dataclass that has a ``help`` in its metadata; ``types`` are the fields' types.
-
-    A flag that is not given leaves no attribute. The metadata may hold ``group`` (a heading for this field and the next
-    ones), ``flag`` and ``metavar``.
+    """Add a flag for every field of a dataclass that has a ``help`` in its metadata, which may also hold ``group`` (a
+    heading for this field and the next ones), ``flag`` and ``metavar``. A flag that is not given leaves no attribute.
     """
     for entry in (entry for entry in fields(owner) if "help" in entry.metadata):
-        text = entry.metadata["help"]
         kind = types[entry.name]
+        args = typing.get_args(kind)
         if "group" in entry.metadata:
             group = parser.add_argument_group(entry.metadata["group"])
-        args = typing.get_args(kind)
         by_kind = {
             bool: {"action": argparse.BooleanOptionalAction},
             typing.Literal: {"choices": args},
             list: {"nargs": "+", "type": args and args[0]},
-            tuple: {"nargs": len(args), "type": args and args[0]},
             dict: {"action": "append", "type": assignment, "metavar": "NAME=VALUE"},
         }
         settings = dict(by_kind.get(typing.get_origin(kind) or kind, {"type": kind}))
@@ -77,4 +73,5 @@ def add_options(parser: argparse.ArgumentParser, owner: type, types: dict[str, t
             settings["metavar"] = entry.metadata["metavar"]
         shown = f" ({entry.default})" if isinstance(entry.default, int | float | str) and kind is not bool else ""
         flag = entry.metadata.get("flag", "--" + entry.name.replace("_", "-"))
-        group.add_argument(flag, dest=entry.name, default=argparse.SUPPRESS, help=text + shown, **settings)
+        settings |= {"dest": entry.name, "default": argparse.SUPPRESS, "help": entry.metadata["help"] + shown}
+        group.add_argument(flag, **settings)

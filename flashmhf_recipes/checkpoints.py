@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def step_of(checkpoint: Path | None) -> int:
-    """The step after which ``checkpoint`` was written; 0 for None."""
+    """Return the step after which ``checkpoint`` was written; 0 for None."""
     return int(_NAME.fullmatch(checkpoint.name)[1]) if checkpoint else 0
 
 
@@ -102,7 +102,7 @@ def writing(unfinished: Callable[[], Path | None]) -> Iterator[None]:
 
 
 def rotate(output: Path, keep: int) -> None:
-    """Removes the oldest complete checkpoints but ``keep``. The mark goes first: a kill leaves none half removed."""
+    """Remove the oldest complete checkpoints but ``keep``. The mark goes first: a kill leaves none half removed."""
     for path in complete_checkpoints(output)[:-keep]:
         (path / MARK).unlink()
         shutil.rmtree(path)
@@ -152,7 +152,5 @@ def set_aside_unusable(output: Path) -> None:
         _set_aside(path, "damaged", f"is damaged: {reason}")
     damaged = sorted(path.name for path in output.glob("damaged-checkpoint-*"))
     if damaged:
-        raise TrainingError(
-            f"{output} has no checkpoint that loads; damaged are: {', '.join(damaged)}. "
-            "Restore one under its old name, or remove them to train from the first step on"
-        )
+        hint = "Restore one under its old name, or remove them to train from the first step on"
+        raise TrainingError(f"{output} has no checkpoint that loads; damaged are: {', '.join(damaged)}. {hint}")

@@ -1,7 +1,5 @@
-"""Documents to packed tokens on disk, and a data set whose order is a function of the seed alone.
-
-The seed fixes the documents' order; their tokens, each document's with an end-of-text token behind, are one flat file,
-a sample is one block of it. Sample i is fixed by (file, seed, i), so resuming needs nothing but i.
+"""Documents to packed tokens on disk, one flat file, and a data set of its blocks: sample i is fixed by (file, seed,
+i), so resuming needs nothing but i.
 """
 
 from __future__ import annotations
@@ -52,9 +50,7 @@ class Documents:
 
 
 def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, bar: bool = False) -> Documents:
-    """Return the documents of files in an order drawn with ``seed``. The folder ``cache`` holds their text once more
-    and may then go.
-
+    """Return the documents of files in an order drawn with ``seed``; the folder ``cache`` holds their text once more.
     Raises DataError as :func:`find_files` and :func:`read` do, OSError where ``cache`` cannot be written.
     """
     import datasets
@@ -188,10 +184,9 @@ def load(directory: Path) -> Tokens:
 
 
 def split(tokens: Tokens, fraction: float, length: int, end_of_text: int) -> tuple[Tokens, Tokens | None]:
-    """Return (training tokens, held-out tokens), the second None for a ``fraction`` of 0.
-
-    The held-out tokens are the end, about ``fraction`` of the blocks, from the document that begins nearest after that
-    place, else before it, if that changes their number by at most half; else from exactly there.
+    """Return (training tokens, held-out tokens), the second None for a ``fraction`` of 0. They are the end, about
+    ``fraction`` of the blocks, from the document that begins nearest after that place, else before it, if that changes
+    their number by at most half; else from exactly there.
     """
     blocks = len(tokens) // length
     if not (held_out := math.ceil(blocks * fraction)):
@@ -208,19 +203,16 @@ def split(tokens: Tokens, fraction: float, length: int, end_of_text: int) -> tup
 
 
 class Blocks(Dataset):
-    """Samples of ``length`` tokens: ``samples`` of them, passing over the blocks in an order drawn anew for every pass.
-
-    Sample i is block ``permutation(seed, i // blocks)[i % blocks]``; without a seed the blocks come in file order.
-    Raises DataError for tokens of less than one block.
+    """``samples`` samples of ``length`` tokens: sample i is block ``permutation(seed, i // blocks)[i % blocks]``;
+    without a seed the blocks come in file order. Raises DataError for tokens of less than one block.
     """
 
     def __init__(self, tokens: Tokens, length: int, samples: int | None = None, seed: int | None = None):
         self.tokens, self.length, self.seed = tokens, length, seed
         self.blocks = len(tokens) // length
         if not self.blocks:
-            raise DataError(
-                f"the data has {len(tokens):,} tokens, less than one block of {length:,}; set a shorter length"
-            )
+            found = f"the data has {len(tokens):,} tokens, less than one block of {length:,}"
+            raise DataError(f"{found}; set a shorter length")
         self.samples = self.blocks if samples is None else samples
         self._pass, self._order = -1, None
 

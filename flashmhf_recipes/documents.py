@@ -50,9 +50,7 @@ def _below(directory: Path, left_out: Counter) -> Iterator[Path]:
 
 def read(files: Iterable[Path], text_field: str = "text") -> Iterator[dict[str, str]]:
     """Yield {"text": document} of ``files`` in order: a text file whole, else every record's ``text_field``, ""
-    without.
-
-    Raises DataError that names the file for one that is damaged, binary or not UTF-8, or without texts in that field.
+    without. Raises DataError that names a file that is damaged, binary, not UTF-8 or without texts in that field.
     """
     import pyarrow
 
@@ -78,9 +76,8 @@ def text_of(value: object, field: str) -> str:
 def check_column(field: str, names: Iterable[str]) -> None:
     """Raise ValueError, with the columns that there are, unless ``field`` is one of them, and once."""
     if (found := list(names).count(field)) != 1:
-        raise ValueError(
-            f"it has {f'{found} columns' if found else 'no column'} {field!r}; columns: {', '.join(names)}"
-        )
+        what = f"{found} columns" if found else "no column"
+        raise ValueError(f"it has {what} {field!r}; columns: {', '.join(names)}")
 
 
 def _text(path: Path, text_field: str) -> Iterator[str]:
@@ -127,13 +124,7 @@ def _parquet(path: Path, text_field: str) -> Iterator[object]:
             yield from batch.column(0).to_pylist()
 
 
-_TEXT_READERS = {
-    ".txt": _text,
-    ".text": _text,
-    ".md": _text,
-    ".jsonl": _json_lines,
-    ".ndjson": _json_lines,
-}
+_TEXT_READERS = dict.fromkeys((".txt", ".text", ".md"), _text) | dict.fromkeys((".jsonl", ".ndjson"), _json_lines)
 READERS = {suffix + compression: read for suffix, read in _TEXT_READERS.items() for compression in ("", *COMPRESSED)}
 READERS |= {".parquet": _parquet}
 

@@ -25,7 +25,7 @@ PAPER_TASKS = ("hellaswag", "social_iqa", "piqa", "openbookqa", "winogrande", "r
 
 
 def positions(model: PreTrainedModel) -> int | None:
-    """The longest sequence of the model, None where its configuration does not say."""
+    """Return the longest sequence of the model, None where its configuration does not say."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -46,17 +46,16 @@ def held_out_loss(
     model: PreTrainedModel, tokenizer, paths: Iterable[str | Path], *, window: int | None = None,
     stride: int | None = None, batch: int = 4, text_field: str = "text", bar: bool = False,
 ) -> HeldOut:  # fmt: skip
-    """Loss over files' documents, each after an end-of-text token, every token scored once.
-
-    Windows of ``window`` tokens (the model's maximum) advance by ``stride`` (half a window). Raises ValueError for
-    sizes and a loss that is not finite, DataError where there is no text.
+    """Return the loss over files' documents, each after an end-of-text token, every token scored once, in windows of
+    ``window`` tokens (the model's maximum) that advance by ``stride`` (half a window). Raises ValueError for sizes and
+    a loss that is not finite, DataError where there is no text.
     """
     limit = positions(model)
     window = limit if window is None else window
     if window is None:
         raise OptionError("give window: the model's configuration has no maximum")
     stride = max(1, window // 2) if stride is None else stride
-    if window < 2 or (limit is not None and window > limit):
+    if not 2 <= window <= (limit or window):
         most = f" and at most the model's {limit} positions" if limit else ""
         raise OptionError(f"window is {window}; it must be at least 2{most}")
     if not 1 <= stride < window:
@@ -98,7 +97,7 @@ def window_losses(model, ids: np.ndarray, window: int, stride: int, batch: int) 
 
 
 def _spans(tokens: int, window: int, stride: int) -> list[tuple[int, int, int]]:
-    """(start, end, tokens scored at the end) of the windows over a sequence."""
+    """Return (start, end, tokens scored at the end) of the windows over a sequence."""
     ends = [*range(min(window, tokens), tokens, stride), tokens]
     return [(max(0, end - window), end, end - before) for before, end in pairwise([1, *ends]) if end > before]
 
@@ -130,11 +129,9 @@ def task_scores(
     settings = {"batch_size": batch, "max_length": positions(model), "add_bos_token": False}
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, **settings)
     found = simple_evaluate(model=wrapped, tasks=tasks, task_manager=manager, bootstrap_iters=0)
-    left_out = ("sample_len", "name")
-    scores = {task: {} for task in found["results"]}
+    scores = {}
     for task, values in found["results"].items():
-        for name, value in values.items():
-            if isinstance(value, int | float) and "stderr" not in name and name not in left_out:
-                scores[task][name.removesuffix(",none")] = value
+        named = {name: value for name, value in values.items() if isinstance(value, int | float) and "," in name}
+        scores[task] = {name.removesuffix(",none"): value for name, value in named.items() if "stderr" not in name}
     accuracies = [scores[task]["acc"] for task in tasks if "acc" in scores.get(task, ())]
     return scores, fmean(accuracies) if len(accuracies) > 1 else None

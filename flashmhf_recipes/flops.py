@@ -15,10 +15,8 @@ PEAKS = {
 
 
 def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
-    """Forward and backward: 6 for every weight that a token is multiplied with, and attention over the causal half of
-    ``length``.
-
-    Recomputation under checkpointing is not counted. An untied input embedding is a look-up and counts nothing.
+    """Return the operations of forward and backward: 6 for every weight that a token is multiplied with, and attention
+    over the causal half of ``length``; not those of recomputation, and none for an untied input embedding.
     """
     config = model.config.get_text_config()
     weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)

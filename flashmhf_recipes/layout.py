@@ -24,10 +24,8 @@ _ACCELERATES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "ACC
 
 @dataclass(frozen=True)
 class Layout:
-    """``replicas`` times ``shards`` processes with sequences of their own, each ``tp`` processes that share the heads.
-
-    Rank = (replica * shards + shard) * tp + index of the heads: the processes with the heads of one sequence are
-    neighbours.
+    """``replicas`` times ``shards`` groups with sequences of their own, each of ``tp`` neighbours that share the heads:
+    rank = (replica * shards + shard) * tp + index of the heads.
     """
 
     replicas: int
@@ -47,7 +45,7 @@ class Layout:
         return rank // self.tp
 
     def check(self, model: PreTrainedModel) -> None:
-        """Raises OptionError for a model whose heads ``tp`` processes cannot share; it may be on the meta device."""
+        """Raise OptionError for a model whose heads ``tp`` processes cannot share; it may be on the meta device."""
         try:
             if self.tp > 1:
                 plan(model, self.tp)
@@ -55,7 +53,7 @@ class Layout:
             raise OptionError(f"tp is {self.tp}: {error}") from error
 
     def shard(self, model: PreTrainedModel, device_type: str, compile_blocks: bool) -> None:
-        """Shards ``model`` in place: heads, then compiled blocks, then parameters."""
+        """Shard ``model`` in place: heads, then compiled blocks, then parameters."""
         sizes, names = (self.replicas, self.shards, self.tp), ("dp_replicate", "dp_shard", "tp")
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         if self.tp > 1:
@@ -108,6 +106,6 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: di
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of the optimizer's parameters in the order in which its state numbers them."""
+    """Return the names of the optimizer's parameters in the order in which its state numbers them."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]

@@ -81,17 +81,14 @@ def _option(default: object, help: str, **metadata: str) -> Any:
 
 @dataclass
 class Options:
-    """One run. Where None stands, the preset (the paper's value) decides. ``flashmhf train --help`` lists the fields,
-    and the command's flags are made of them. In Python, ``data`` may be one path; ``model`` and ``arguments`` are
-    dicts."""
+    """One run. Where None stands, the preset (the paper's value) decides. The flags of ``flashmhf train`` are made of
+    the fields. In Python, ``data`` may be one path."""
 
     output: str
     preset: str | None = _option(None, "name of a preset, or a scale with --ffn (flashmhf-128m)", group="model")
     ffn: str | None = _option(None, f"network of the preset: {', '.join(FFN_TYPES)}")
     init_from: str | None = _option(
-        None,
-        "train further from a run, checkpoint, model or a name, with its tokenizer; takes --steps and --learning-rate",
-        metavar="MODEL",
+        None, "train a run, checkpoint, model or name further; takes --steps and --learning-rate", metavar="MODEL"
     )
     model: dict[str, object] = _option({}, "a FlashMHFConfig setting", flag="--model-set")
     data: list[str] = _option([], "text, JSON-lines and Parquet files, or directories", group="data", metavar="PATH")
@@ -104,9 +101,7 @@ class Options:
     length: int | None = _option(None, "tokens in a sequence (the preset's)")
     eval_fraction: float = _option(0.0, "share of the tokens held out at the end")
     batch: int | None = _option(None, "sequences of a step, over all processes (the preset's)", group="optimisation")
-    micro_batch: int | None = _option(
-        None, f"at most so many at once on a device ({MICRO_BATCH}); the rest accumulates"
-    )
+    micro_batch: int | None = _option(None, f"at most so many at once on a device ({MICRO_BATCH}); more accumulate")
     steps: int | None = _option(None, "steps of the run (the preset's); with --resume a new length")
     learning_rate: float | None = _option(None, "the peak (the preset's)")
     min_learning_rate: float = _option(1e-5, "where the cosine ends")
@@ -114,8 +109,7 @@ class Options:
     optimizer: Literal["adamw", "muon"] = _option("adamw", "muon: flashmhf.Muon for matrices, AdamW for the rest")
     weight_decay: float = _option(0.1, "of the optimizer")
     param_groups: bool = _option(
-        True,
-        "with AdamW FlashMHF's projections learn at 0.3 of the learning rate (ours; --no-param-groups is the paper's)",
+        True, "AdamW: FlashMHF's projections learn at 0.3 of the rate (ours; --no-param-groups is the paper's)"
     )
     seed: int = _option(0, "of weights and batches")
     precision: Literal["auto", "bf16", "fp32"] = _option("auto", "bf16: autocast; auto: bf16 on GPUs", group="machine")
@@ -136,8 +130,8 @@ class Options:
         self.data = [os.fspath(path) for path in self.data]
 
     def resolve(self) -> Options:
-        """Return these options with the preset's name and without None, but for the model's with ``init_from``, and
-        with absolute paths. Raises OptionError for values that are not supported and for contradictions.
+        """Return these options with absolute paths and the preset's values for None, but for the model's with
+        ``init_from``. Raises OptionError for values that are not supported and for contradictions.
         """
         chosen = self._from_trained() if self.init_from else self._preset()
         scale = chosen.scale if chosen else SCALES["128m"]
@@ -156,9 +150,7 @@ class Options:
         return resolved
 
     def refuse_unused(self) -> None:
-        """Raise OptionError for options that others leave without effect. A run that was once started with them can be
-        resumed.
-        """
+        """Raise OptionError for options that others leave without effect."""
         unused = {
             "tokenizer": "with tokens, which have theirs" if self.tokens and not self.init_from else "",
             "text_field": "with tokens" if self.tokens else "",
@@ -279,9 +271,8 @@ def training_arguments(options: Options) -> TrainingArguments:
         for callback in get_reporting_integration_callbacks(arguments.report_to):
             callback()  # raises where the package of a report is missing
         if not hasattr(schedule(arguments, options.steps), "lr_lambdas"):
-            raise ValueError(
-                f"lr_scheduler_type is '{arguments.lr_scheduler_type.value}'; supported: schedules of the step alone"
-            )
+            name = arguments.lr_scheduler_type.value
+            raise ValueError(f"lr_scheduler_type is '{name}'; supported: schedules of the step alone")
     if arguments.n_gpu > 1:  # one process is one GPU; the Trainer would spread it over all with DataParallel
         arguments._n_gpu = 1
     layout = options.layout(arguments.world_size)

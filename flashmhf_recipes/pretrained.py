@@ -22,11 +22,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load(
     name: str, *, tokenizer_name: str | None = None, device: str = "auto", dtype: str = "auto", fp8: bool = False
 ) -> tuple[PreTrainedModel, object]:
-    """Return (model in eval mode, tokenizer) of a run, a checkpoint, a saved or official model, or a name.
-
-    An unfinished run gives its last complete checkpoint. ``fp8`` quantises the FlashMHF networks. Raises
-    FileNotFoundError where there is no model, ValueError for a device that is missing, a tokenizer with more tokens
-    than the model, and ``fp8`` with nothing to quantise.
+    """Return (model in eval mode, tokenizer) of a run (unfinished: of its last complete checkpoint), a checkpoint, a
+    saved or official model, or a name. Raises FileNotFoundError where there is no model, ValueError for a device that
+    is missing, a tokenizer with more tokens than the model, and ``fp8`` with no FlashMHF network to quantise.
     """
     location = locate(name)
     chosen = chosen_device(device)
@@ -60,7 +58,7 @@ def save_fp8(name: str, output: Path, *, tokenizer_name: str | None, device: str
 
 
 def locate(name: str) -> str:
-    """The directory of :func:`load`'s ``name``, or the name. Raises FileNotFoundError where there is none."""
+    """Return the directory of :func:`load`'s ``name``, or the name. Raises FileNotFoundError where there is none."""
     path = Path(name)
     if path.is_dir() and not (path / "config.json").exists():
         complete = checkpoints.complete_checkpoints(path)

@@ -43,15 +43,12 @@ class RunTrainer(Trainer, TrainerCallback):
         super().__init__(args=args, callbacks=[self, *callbacks], **kwargs)
         self.data_index = self.layout.data_index(args.process_index)
         if self.model.config.tie_word_embeddings:
-            # Checkpoints hold tied weights once. The Trainer would warn of them as missing; so named, it ties them
-            # again.
+            # Checkpoints hold tied weights once; else the Trainer would warn of them as missing.
             self.model._keys_to_ignore_on_save = list(self.model.all_tied_weights_keys)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """Make the optimizer of the options, with the groups of flashmhf.param_groups or the Trainer's own two.
-
-        The Trainer calls this once the whole model has the checkpoint's weights, so it is sharded here. Raises
-        OptionError for an optimizer that makes groups of its own.
+        """Shard the model, which has the checkpoint's weights by now, and make the optimizer of the options, with the
+        groups of flashmhf.param_groups or the Trainer's own two. Raises OptionError for one that makes its own groups.
         """
         options, args = self.options, self.args
         if self.layout.sharded:
@@ -126,8 +123,7 @@ class RunTrainer(Trainer, TrainerCallback):
             control.should_log = control.should_save = False
 
     def _save_checkpoint(self, model, trial) -> None:
-        """As the Trainer's, with the loss since the last log, of which every process has a part, and the mark when all
-        is written."""
+        """As the Trainer's, with the mean over processes of the loss since the last log, and the mark in the end."""
         total = self._tr_loss.detach().clone()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(total)
