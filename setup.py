@@ -55,6 +55,7 @@ def cmake_build(version: str) -> Path:
         f"-DFLASHMHF_VERSION={version}",
         f"-DNVCC_THREADS={nvcc_threads}",
         f"-DFLASHMHF_MANYLINUX={'ON' if RELEASE else 'OFF'}",
+        f"-DTHUNDERKITTENS_ROOT={os.environ.get('THUNDERKITTENS_ROOT', '')}",
     ]  # fmt: skip
     ccache = shutil.which("ccache") or ""  # empty, too: CMake remembers one that is gone
     configure += [f"-DCMAKE_{language}_COMPILER_LAUNCHER={ccache}" for language in ("CXX", "CUDA")]
@@ -64,7 +65,9 @@ def cmake_build(version: str) -> Path:
             raise RuntimeError(
                 f"{step} it failed, as said above (if a compiler was killed: MAX_JOBS=1 takes less memory)"
             )
-    resources = {"nvcc": ".".join(map(str, toolchain.nvcc_version()))} | kernel_resources.collect(build_dir)
+    headers = "upstream" if os.environ.get("THUNDERKITTENS_ROOT") else "bundled"
+    nvcc = ".".join(map(str, toolchain.nvcc_version()))
+    resources = {"thunderkittens": headers, "nvcc": nvcc} | kernel_resources.collect(build_dir)
     (build_dir / kernel_resources.FILE).write_text(json.dumps(resources, indent=1) + "\n", encoding="utf-8")
     return build_dir / LIBRARY
 

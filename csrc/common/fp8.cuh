@@ -6,6 +6,7 @@
 
 #include "common/ptx.cuh"
 #include "kittens.cuh"
+#include "ops/extensions.cuh"
 
 namespace flashmhf::fp8 {
 

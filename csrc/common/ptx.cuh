@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kittens.cuh"
+#include "ops/extensions.cuh"
 
 namespace flashmhf {
 
@@ -28,7 +29,7 @@ __device__ __forceinline__ float tanh_fast(float x) {
 }
 __device__ __forceinline__ float sigmoid_fast(float x) { return reciprocal_fast(1.f + exp2_fast(-1.442695041f * x)); }
 
-template <kittens::register_tile RT> __device__ __forceinline__ void pin(RT &tile) {
+template <typename RT> __device__ __forceinline__ void pin(RT &tile) {
 #pragma unroll
     for (int i = 0; i < RT::height; ++i)
 #pragma unroll

@@ -129,5 +129,9 @@ __device__ __forceinline__ void store_async(Remote to, float2 x) {
                  : "memory");
 }
 __device__ __forceinline__ void store_async(Remote to, float4 x) { store_async(to, bits_of(x)); }
+// To this CTA's shared memory.
+__device__ __forceinline__ void store(uint32_t to, uint4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
 
 }  // namespace flashmhf::tma

@@ -128,7 +128,7 @@ template <int d_h, typename T, typename Sums, typename Shared> struct SliceExcha
         }
 #pragma unroll
         for (int j = 0; j < of_tile; ++j) {
-            if (own & 1u << j) kittens::move<uint4>::sts(piece_at[j].data, sums.piece(j));
+            if (own & 1u << j) tma::store(piece_at[j].data, sums.piece(j));
             else tma::store_async(piece_at[j], sums.piece(j));
         }
     }

@@ -14,7 +14,8 @@ constexpr const char *driver_minimum = CUDART_VERSION >= 13000 ? "580.65.06" : "
 
 // JSON; FLASHMHF_* come from CMakeLists.txt.
 std::string build_info() {
-    return std::string("{\"version\": \"" FLASHMHF_VERSION "\", \"cuda_version\": \"" FLASHMHF_NVCC "\", \"driver_minimum\": \"") +
+    return std::string("{\"version\": \"" FLASHMHF_VERSION "\", \"thunderkittens\": \"" FLASHMHF_THUNDERKITTENS
+                       "\", \"cuda_version\": \"" FLASHMHF_NVCC "\", \"driver_minimum\": \"") +
            driver_minimum + "\", \"kernels\": [{\"name\": \"forward\", \"d_h\": [" + flashmhf::ForwardHeadDims::names() +
            "]}, {\"name\": \"backward\", \"d_h\": [" + flashmhf::BackwardHeadDims::names() + "]}]}";
 }

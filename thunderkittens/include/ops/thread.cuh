@@ -1,6 +1,8 @@
 // Operations of a single thread: semaphores (mbarriers), named barriers, linear bulk copies, shared-memory moves.
 #pragma once
 
+#include "ops/extensions.cuh"
+
 namespace kittens {
 
 // An mbarrier in shared memory.
@@ -13,8 +15,6 @@ template <int num_warps> struct barrier {
     int barrier_id;
     __device__ __forceinline__ barrier(int _id) : barrier_id(_id) {}
 };
-
-__device__ __forceinline__ uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 // A phase completes after thread_count arrivals and all expected bytes.
 __device__ static inline void init_semaphore(semaphore &sem, int thread_count) {
