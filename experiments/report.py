@@ -89,8 +89,8 @@ def collect(files: Iterable[Path], results: Path) -> list[str]:
 def settings(line: dict) -> dict[str, object]:
     """A run's configuration without name and seed, in one form for all commits of compare.py."""
     found = EARLIER | {key: value for key, value in line["configuration"].items() if key not in ("name", "seed")}
-    rate = found.pop("projection_rate", None)
-    return found if rate is None else found | {"rates": {"projection": rate}}
+    rates = found["rates"] | {"projection": found.pop("projection_rate", found["rates"].get("projection", 1.0))}
+    return found | {"rates": {role: rate for role, rate in rates.items() if rate != 1.0}}
 
 
 def rows(files: Iterable[Path]) -> list[Row]:
