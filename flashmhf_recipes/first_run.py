@@ -473,8 +473,9 @@ def picture(
         axis.set(title=f"{FIGURES[attribute]} ({each})", xlabel="tokens", xscale="log", yscale="log")
         axis.set_xticks(tokens, [f"{count:,}" for count in tokens], rotation=30)
         axis.set_xticks([], minor=True)
+        axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
         axis.yaxis.set_major_formatter("{x:,.0f}")
-        axis.yaxis.set_minor_formatter("{x:,.0f}")
+        axis.yaxis.set_minor_formatter("")
 
     def losses(axis) -> None:
         for name, model in trained.items():
