@@ -9,6 +9,7 @@ status: 0 all at most 1.05, 1 some above (they are listed), 2 the harness failed
 
 from __future__ import annotations
 
+import datetime
 import json
 import subprocess
 import sys
@@ -46,10 +47,10 @@ def main(harness: str, out: str) -> int:
     except (OSError, RuntimeError) as error:
         print(f"plan_regret: {error}", file=sys.stderr)
         return 2
-    command = "python tools/plan_regret.py build/forward_harness OUT.json"
-    Path(out).write_text(
-        json.dumps({"command": command, "gpu": gpu, "records": records}, indent=1) + "\n", encoding="utf-8"
-    )
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    where = {"command": "python tools/plan_regret.py build/forward_harness OUT.json", "commit": commit or "unknown"}
+    where |= {"date": datetime.date.today().isoformat(), "device": gpu.splitlines()[0]}
+    Path(out).write_text(json.dumps(where | {"records": records}, indent=1) + "\n", encoding="utf-8")
     above = [record for record in records if record["regret"] > LIMIT]
     for record in above:
         print({name: value for name, value in record.items() if name != "plans"})
