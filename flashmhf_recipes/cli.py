@@ -77,12 +77,9 @@ def _status(arguments: list[str]) -> int:
             raise
     except BrokenPipeError:
         raise
-    except (ImportError, ValueError, OSError, NotImplementedError, TrainingError) as error:
-        message = str(error)
-    except RuntimeError as error:
-        import torch
-
-        if not isinstance(error, torch.OutOfMemoryError):
+    except (ImportError, ValueError, OSError, RuntimeError) as error:
+        own = isinstance(error, (NotImplementedError, TrainingError)) or type(error).__name__ == "OutOfMemoryError"
+        if isinstance(error, RuntimeError) and not own:
             raise
         message = str(error)
     print(f"flashmhf: error: {' '.join(message.split())}", file=sys.stderr)
@@ -146,8 +143,6 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
     drawn = first_run.picture(picture, setting, accuracies, measurements, trained)
     source = Path(args.text).name if args.text else "Python's standard library"
     print(first_run.table(setting, accuracies, measurements, trained, source))
-    if setting.device.type == "cpu":
-        print(f"\n{first_run.recorded()}")
     for what in clock.left_out:
         print(f"left out, to end within three minutes: {what}")
     print(f"\n{f'picture: {picture.resolve()}; ' if drawn else ''}this took {time.monotonic() - STARTED:.0f} s")
@@ -362,8 +357,5 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser, list[str]], int]]] = {
     "train": ("Train a language model. transformers' Trainer runs it under the paper's settings.", _train),
     "eval": ("Measure the held-out loss of a model on local text, and tasks through lm-eval.", _eval),
     "generate": ("Continue a prompt with a trained model.", _generate),
-    "quantize": (
-        "Write a model with its FlashMHF networks in FP8. eval and generate load it, too.",
-        _quantize,
-    ),
+    "quantize": ("Write a model with its FlashMHF networks in FP8. eval and generate load it.", _quantize),
 }

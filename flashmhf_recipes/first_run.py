@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -84,25 +85,17 @@ def headline(setting: Setting) -> str:
 
 def shows(device: torch.device) -> str:
     """Return what a run on ``device`` can show and what it cannot, for people."""
-    small = (
+    shown = "This shows whether results are right here, and time and memory of README's layers on this GPU.\n"
+    if device.type == "cpu":
+        shown = """\
+A run on a CPU shows whether results are right, how the memory of a training step grows, and models learn.
+It says nothing of the speed on a GPU: the fused kernels are for CUDA GPUs, and here PyTorch's own operators
+compute FlashMHF in blocks.
+"""
+    return shown + (
         "Models this small, trained so shortly, do not tell which network learns better;\n"
         "docs/quality.md has runs that do."
     )
-    if device.type == "cuda":
-        return (
-            f"This shows whether results are right here, and time and memory of README's layers on this GPU.\n{small}"
-        )
-    return (
-        "A run on a CPU shows whether results are right, how the memory of a training step grows, and models learn.\n"
-        "It says nothing of the speed on a GPU: the fused kernels are for CUDA GPUs, and here PyTorch's own operators\n"
-        f"compute FlashMHF in blocks.\n{small}"
-    )
-
-
-def recorded() -> str:
-    """Return the recorded times of a GPU, for people: they stand beside a CPU's."""
-    ways = "; ".join(f"{way} {ours} ms, compiled SwiGLU {theirs} ms" for way, (ours, theirs) in RECORDED.items())
-    return f"not measured here: on an H100 (20 FlashMHF and 24 SwiGLU layers, bf16, 32,256 tokens; {RECORD}) {ways}"
 
 
 class Clock:
@@ -196,8 +189,8 @@ class Measurement:
     parameters: int
     tokens: int
     forward_ms: float
-    step_ms: float
     forward_mib: float
+    step_ms: float
     step_mib: float
 
 
@@ -219,24 +212,20 @@ def compare(setting: Setting, clock: Clock | None = None) -> Iterator[Measuremen
             module = construct()
             parameters = layers * sum(p.numel() for p in module.parameters())
             try:
-                times, peaks = _measure(module, x, grad, setting.repeats)
+                forward, forward_mib, step, step_mib = _measure(module, x, grad, setting.repeats)
             except torch.OutOfMemoryError:
-                times = peaks = (math.nan, math.nan)
+                forward, forward_mib, step, step_mib = [math.nan] * 4
                 torch.cuda.empty_cache()
-            yield Measurement(name, parameters, setting.batch * length, *(layers * t for t in times), *peaks)
+            figures = layers * forward, forward_mib, layers * step, step_mib
+            yield Measurement(name, parameters, setting.batch * length, *figures)
         took = time.monotonic() - start
 
 
-def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return (ms, MiB) of inference and of a training step, as two tuples."""
+def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> list[float]:
+    """Return ms and MiB of inference, then those of a training step."""
     leaves = [x, *module.parameters()]
-
-    def step() -> None:
-        torch.autograd.grad(module(x), leaves, grad)
-
-    both = (_median_and_peak(call, x.device, repeats) for call in (torch.no_grad()(lambda: module(x)), step))
-    times, peaks = zip(*both, strict=True)
-    return times, peaks
+    ways = torch.no_grad()(lambda: module(x)), lambda: torch.autograd.grad(module(x), leaves, grad)
+    return [figure for run in ways for figure in _median_and_peak(run, x.device, repeats)]
 
 
 def _median_and_peak(run: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, float]:
@@ -275,17 +264,13 @@ def _median_and_peak(run: Callable[[], object], device: torch.device, repeats: i
 HELD_OUT = 0.1  # the end of the text
 MINIMUM_BYTES, MAXIMUM_BYTES = 50_000, 32 << 20
 TRIAL_STEPS, FEWEST_STEPS = 4, 40
-_SWIGLU = {"num_hidden_layers": 6, "num_attention_heads": 4}
-_FLASHMHF = {"num_hidden_layers": 5, "num_attention_heads": 4, "ffn_num_subnets": 3}
 SIZES = {
-    "cpu": (
-        _SWIGLU | {"hidden_size": 256, "intermediate_size": 512},
-        _FLASHMHF | {"hidden_size": 256, "ffn_num_heads": 2, "intermediate_size": 528},
-    ),
-    "cuda": (
-        _SWIGLU | {"hidden_size": 512, "intermediate_size": 1536},
-        _FLASHMHF | {"hidden_size": 512, "ffn_num_heads": 4, "intermediate_size": 1632},
-    ),
+    device: (
+        {"num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": width, "intermediate_size": swiglu},
+        {"num_hidden_layers": 5, "num_attention_heads": 4, "hidden_size": width, "intermediate_size": flashmhf}
+        | {"ffn_num_heads": width // 128, "ffn_num_subnets": 3},
+    )
+    for device, width, swiglu, flashmhf in (("cpu", 256, 512, 528), ("cuda", 512, 1536, 1632))
 }
 BUDGETS = {"cpu": {"length": 128, "batch": 8, "steps": 320}, "cuda": {"length": 512, "batch": 32, "steps": 400}}
 
@@ -419,9 +404,9 @@ def table(
         label = f"{kind}: largest error vs float64 ({worst.tensor}, limit {worst.limit:.1e})"
         rows.append((label, *["-"] * (len(names) - 1), f"{worst.error:.1e}{'' if worst.passed else ' FAILED'}"))
     if measurements:
-        by_tokens = {m.tokens: {} for m in measurements}
+        by_tokens: dict[int, dict[str, Measurement]] = {}
         for m in measurements:
-            by_tokens[m.tokens][m.module] = m
+            by_tokens.setdefault(m.tokens, {})[m.module] = m
         ours, theirs = setting.layers
         layers = "one layer" if ours == theirs == 1 else f"{ours} layers, {theirs} of SwiGLU"
         dtype = str(setting.dtype).removeprefix("torch.")
@@ -436,7 +421,12 @@ def table(
         add(f"language model on {text}: parameters", trained, "parameters")
         add("  seconds of a step", trained, "step_s")
         add(f"  held-out loss after {len(trained['FlashMHF'].losses)} steps, nats/byte", trained, "held_out")
-    return headline(setting) + "\n\n" + _aligned(rows)
+    made = headline(setting) + "\n\n" + _aligned(rows)
+    if setting.device.type == "cuda":
+        return made
+    ways = "; ".join(f"{way} {ours} ms, compiled SwiGLU {theirs} ms" for way, (ours, theirs) in RECORDED.items())
+    layers = f"20 FlashMHF and 24 SwiGLU layers, bf16, 32,256 tokens; {RECORD}"
+    return f"{made}\n\nnot measured here: on an H100 ({layers}) {ways}"
 
 
 def picture(
@@ -448,18 +438,17 @@ def picture(
     attributes = ["forward_ms", "forward_mib", "step_mib"] if setting.device.type == "cuda" else ["step_mib"]
 
     def errors(axis) -> None:
-        kinds = dict.fromkeys(a.kind for a in accuracies)
-        for place, a in enumerate(accuracies):
-            axis.plot([place - 0.4, place + 0.4], [a.limit] * 2, color="black", label=None if place else "limit")
-            for value, style, name in ((a.plain, "x", "PyTorch's own operators"), (a.error, "o", "FlashMHF")):
-                color = COLORS["FlashMHF" if style == "o" else "naive MH-FFN"]
-                axis.plot(place, value, style, color=color, label=None if place else name)
-        axis.set_xticks(range(len(accuracies)), [a.tensor for a in accuracies], fontsize=8)
-        for number, kind in enumerate(kinds):
-            places = [place for place, a in enumerate(accuracies) if a.kind == kind]
-            axis.text(statistics.fmean(places), 0.02, kind, transform=axis.get_xaxis_transform(), ha="center")
-            if number:
-                axis.axvline(places[0] - 0.5, color="lightgray")
+        places = range(len(accuracies))
+        ends = [place - 0.4 for place in places], [place + 0.4 for place in places]
+        axis.hlines([a.limit for a in accuracies], *ends, color="black", label="limit")
+        axis.plot([a.plain for a in accuracies], "x", color=COLORS["naive MH-FFN"], label="PyTorch's own operators")
+        axis.plot([a.error for a in accuracies], "o", color=COLORS["FlashMHF"], label="FlashMHF")
+        axis.set_xticks(places, [a.tensor for a in accuracies], fontsize=8)
+        for kind in dict.fromkeys(a.kind for a in accuracies):
+            own = [place for place in places if accuracies[place].kind == kind]
+            axis.text(statistics.fmean(own), 0.02, kind, transform=axis.get_xaxis_transform(), ha="center")
+            if own[0]:
+                axis.axvline(own[0] - 0.5, color="lightgray")
         axis.set(title="relative error against float64 (below the line: right)", yscale="log")
         axis.margins(y=0.15)
 
@@ -485,21 +474,18 @@ def picture(
             axis.plot(len(smoothed) - 1, model.held_out, "o", color=COLORS[name])
         axis.set(title="language model: loss, nats/byte (too short to rank them)", xlabel="step")
 
-    def paint(figure) -> None:
-        panels = [] if attributes[1:] or not accuracies else [errors]
-        panels += [lambda axis, name=name: lines(axis, name) for name in attributes if measurements]
-        panels += [losses] if trained else []
+    panels = [] if attributes[1:] or not accuracies else [errors]
+    panels += [partial(lines, attribute=name) for name in attributes if measurements]
+    panels += [losses] if trained else []
+    try:
+        from matplotlib.figure import Figure  # without pyplot, which would need a display
+
+        figure = Figure(figsize=(5.5 * (len(attributes) + 1 + (not attributes[1:])), 4.8), layout="constrained")
         for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             panel(axis)
             axis.grid(True, which="both", alpha=0.3)
             axis.legend(fontsize=9)
         figure.suptitle(headline(setting))
-
-    try:
-        from matplotlib.figure import Figure  # without pyplot, which would need a display
-
-        figure = Figure(figsize=(5.5 * (len(attributes) + 1 + (not attributes[1:])), 4.8), layout="constrained")
-        paint(figure)
         figure.savefig(path, dpi=110, format="png")
     except Exception as error:  # fonts, caches, disks: matplotlib raises whatever they do
         logger.warning("%s was not drawn: %s: %s", path, type(error).__name__, " ".join(str(error).split()))
