@@ -15,14 +15,11 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
 
 from .errors import TrainingError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 MARK = "complete"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -88,15 +85,13 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def writing(unfinished: Callable[[], Path | None]) -> Iterator[None]:
-    """Remove what the block has failed to write (a full disk needs its space), and raise TrainingError that says why.
-    ``unfinished`` returns it after the failure, or None where the error was another one.
-    """
+    """Remove what the block has failed to write, which ``unfinished`` returns, and raise TrainingError with the why."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         if (path := unfinished()) is None:
             raise
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)  # a full disk needs its space
         reason = " ".join(str(error).split()).partition("Exception raised from")[0]  # torch adds a C++ trace
         raise TrainingError(f"{path} could not be written: {reason}") from error
 
@@ -109,9 +104,7 @@ def rotate(output: Path, keep: int) -> None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return why ``checkpoint`` is damaged, or None: sizes by the mark, and the structure of each file that it names.
-    Raises OSError for files that cannot be read now. Nothing is unpickled: what a library refuses is no damage.
-    """
+    """Return why sizes or structure of its files are damaged, or None; nothing is unpickled. Raises OSError."""
     path = checkpoint / MARK
     try:
         for name, size in json.loads(path.read_bytes())["sizes"].items():

@@ -1,6 +1,4 @@
-"""The command ``flashmhf``. torch and transformers are imported only where a command needs them; an error that a user
-can put right is one line ``flashmhf: error: ...`` on standard error with status 2.
-"""
+"""The command ``flashmhf``: torch is imported where it is needed, and an error is one line with status 2."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ commands (flashmhf COMMAND --help):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return the exit status: 0; 1 when a check failed; 2 for an error; 130 after SIGINT, 143 after SIGTERM, 141 after
-    a closed pipe."""
+    """Return the exit status: 0, 1 for a failed check, 2 for an error, 130, 143 (signals) or 141 (a closed pipe)."""
     # Threads that spin at barriers make every small CPU product wait for the scheduler on a busy machine. OpenMP reads
     # this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -116,9 +113,7 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
 
     parser.add_argument("--version", action="version", version=f"flashmhf {flashmhf.__version__}")
     parser.add_argument("--text", metavar="FILE", help="text to train on (the Python standard library's own source)")
-    parser.add_argument(
-        "--steps", type=positive_integer, help="training steps of the language models (what time allows)"
-    )
+    parser.add_argument("--steps", type=positive_integer, help="steps of the language models (what time allows)")
     _add_device(parser)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:

@@ -1,6 +1,4 @@
-"""Documents to packed tokens on disk, one flat file, and a data set of its blocks: sample i is fixed by (file, seed,
-i), so resuming needs nothing but i.
-"""
+"""Documents to tokens in one file, and a data set of its blocks, of which (file, seed, i) decides the sample i."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ class Documents:
 
 
 def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, bar: bool = False) -> Documents:
-    """Return the documents of files in an order drawn with ``seed``; the folder ``cache`` holds their text once more.
-    Raises DataError as :func:`find_files` and :func:`read` do, OSError where ``cache`` cannot be written.
-    """
+    """Return files' documents in a drawn order; ``cache`` gets a copy of their text. Raises DataError and OSError."""
     import datasets
 
     (datasets.enable_progress_bars if bar else datasets.disable_progress_bars)()
@@ -70,9 +66,7 @@ def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, 
 
 
 def hosted(name: str, split: str, text_field: str, seed: int) -> Documents:
-    """Return a data set of the ``datasets`` library, "name" or "name:config", streamed and shuffled nearby. Raises
-    DataError, also while it is iterated, for one that cannot be read or lacks the column, and as :func:`read` does.
-    """
+    """Return a data set by "name" or "name:config", streamed and shuffled. Raises DataError, also while iterated."""
     next(iter(_Hosted(name, split, text_field, None)), None)  # before a buffer of records is read
     return Documents(_Hosted(name, split, text_field, seed), f"read data set {name}", Counter())
 
@@ -139,9 +133,8 @@ def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar
         os.fsync(out.fileno())
     if not count:
         raise DataError(f"no text is left to train on: {documents}")
-    rest = "; the documents after them are left out"
-    used = f"using all {count:,} tokens" if count < max_tokens else f"using {count:,} tokens{rest}"
-    manifest = {"tokens": count, "dtype": dtype.name, "report": f"{documents}; {used}"}
+    used = f"all {count:,} tokens" if count < max_tokens else f"{count:,} tokens; the documents after them are left out"
+    manifest = {"tokens": count, "dtype": dtype.name, "report": f"{documents}; using {used}"}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
     return manifest["report"]
 
@@ -184,10 +177,8 @@ def load(directory: Path) -> Tokens:
 
 
 def split(tokens: Tokens, fraction: float, length: int, end_of_text: int) -> tuple[Tokens, Tokens | None]:
-    """Return (training tokens, held-out tokens), the second None for a ``fraction`` of 0. They are the end, about
-    ``fraction`` of the blocks, from the document that begins nearest after that place, else before it, if that changes
-    their number by at most half; else from exactly there.
-    """
+    """Return (training tokens, held-out tokens or None): about ``fraction`` of the blocks, at the end, from the next
+    document on, else from the one before, if that changes their number by at most half; else exactly as many."""
     blocks = len(tokens) // length
     if not (held_out := math.ceil(blocks * fraction)):
         return tokens, None
@@ -203,9 +194,7 @@ def split(tokens: Tokens, fraction: float, length: int, end_of_text: int) -> tup
 
 
 class Blocks(Dataset):
-    """``samples`` samples of ``length`` tokens: sample i is block ``permutation(seed, i // blocks)[i % blocks]``;
-    without a seed the blocks come in file order. Raises DataError for tokens of less than one block.
-    """
+    """Samples of ``length`` tokens, in a new order every pass by ``seed``, or in file order. Raises DataError."""
 
     def __init__(self, tokens: Tokens, length: int, samples: int | None = None, seed: int | None = None):
         self.tokens, self.length, self.seed = tokens, length, seed

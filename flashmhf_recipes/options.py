@@ -48,8 +48,6 @@ DECIDED = _HELD | {
 # FlashMHFConfig settings that an option of ours, or the tokenizer, decides.
 _OWN_SETTINGS = {f"{role}_token_id": "tokenizer" for role in ("bos", "eos", "pad")}
 _OWN_SETTINGS |= {"vocab_size": "vocab_size", "ffn_type": "ffn"}
-# Options that choose a model, which a trained model to start from has chosen already.
-_MODEL_OPTIONS = ("preset", "ffn", "model", "vocab_size")
 
 # What is supported of a number, and whether a value is. NaN is nowhere.
 _RANGES = {
@@ -87,9 +85,7 @@ class Options:
     output: str
     preset: str | None = _option(None, "name of a preset, or a scale with --ffn (flashmhf-128m)", group="model")
     ffn: str | None = _option(None, f"network of the preset: {', '.join(FFN_TYPES)}")
-    init_from: str | None = _option(
-        None, "train a run, checkpoint, model or name further; takes --steps and --learning-rate", metavar="MODEL"
-    )
+    init_from: str | None = _option(None, "train a model further; takes --steps, --learning-rate", metavar="MODEL")
     model: dict[str, object] = _option({}, "a FlashMHFConfig setting", flag="--model-set")
     data: list[str] = _option([], "text, JSON-lines and Parquet files, or directories", group="data", metavar="PATH")
     dataset: str | None = _option(None, "a data set of the datasets library, streamed", metavar="NAME[:CONFIG]")
@@ -108,9 +104,7 @@ class Options:
     warmup: float = _option(0.015, "share of the steps, or steps from 1 on")
     optimizer: Literal["adamw", "muon"] = _option("adamw", "muon: flashmhf.Muon for matrices, AdamW for the rest")
     weight_decay: float = _option(0.1, "of the optimizer")
-    param_groups: bool = _option(
-        True, "AdamW: FlashMHF's projections learn at 0.3 of the rate (ours; --no-param-groups is the paper's)"
-    )
+    param_groups: bool = _option(True, "AdamW: FlashMHF's projections learn at 0.3 of the rate (ours, not the paper's)")
     seed: int = _option(0, "of weights and batches")
     precision: Literal["auto", "bf16", "fp32"] = _option("auto", "bf16: autocast; auto: bf16 on GPUs", group="machine")
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "auto: a CUDA GPU where there is one")
@@ -130,9 +124,7 @@ class Options:
         self.data = [os.fspath(path) for path in self.data]
 
     def resolve(self) -> Options:
-        """Return these options with absolute paths and the preset's values for None, but for the model's with
-        ``init_from``. Raises OptionError for values that are not supported and for contradictions.
-        """
+        """Return these with absolute paths and the preset's values for None. Raises OptionError for what cannot be."""
         chosen = self._from_trained() if self.init_from else self._preset()
         scale = chosen.scale if chosen else SCALES["128m"]
         defaults = {name: getattr(scale, name) for name in ("batch", "steps", "learning_rate")}
@@ -172,7 +164,7 @@ class Options:
         return preset(name)
 
     def _from_trained(self) -> None:
-        for name in _MODEL_OPTIONS:
+        for name in ("preset", "ffn", "model", "vocab_size"):
             if getattr(self, name):
                 raise OptionError(f"{name} cannot be given with init_from: the trained model decides")
         for name in ("steps", "learning_rate"):
@@ -213,9 +205,7 @@ class Options:
         return layout_of(self.tp, self.dp_shard, processes)
 
     def micro_batch_for(self, processes: int) -> int:
-        """Return the sequences at once on a device: the largest divisor of batch / processes up to micro_batch. Raises
-        OptionError where the batch is not a multiple of the processes.
-        """
+        """Return the largest divisor of batch / processes up to micro_batch. Raises OptionError for a remainder."""
         if self.batch % processes:
             raise OptionError(f"batch is {self.batch}; it must be a multiple of the {processes} processes")
         each = self.batch // processes

@@ -18,9 +18,7 @@ LONGEST_WORD = 256
 
 
 def train(texts: Iterable[str], vocab_size: int, bar: bool = False) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE of at most ``vocab_size`` tokens from the first 100 M characters. ``bar`` shows progress.
-    Raises OptionError for a vocabulary that is smaller than the bytes.
-    """
+    """Return a BPE of at most ``vocab_size`` tokens from the first 100 M characters. Raises OptionError below 258."""
     if vocab_size < SMALLEST:
         raise OptionError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {SMALLEST}")
     tokenizer = Tokenizer(models.BPE())
@@ -51,11 +49,9 @@ def _limited(texts: Iterable[str]) -> Iterable[str]:
 
 def load(name: str):
     """A tokenizer by directory, tokenizer.json or name. Raises DataError without it or an end-of-text token."""
-    path = Path(name)
     try:
-        tokenizer = (
-            PreTrainedTokenizerFast(tokenizer_file=name) if path.is_file() else AutoTokenizer.from_pretrained(name)
-        )
+        single = Path(name).is_file()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=name) if single else AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the library raises whatever its parsers do
         raise DataError(f"no tokenizer could be loaded from {name!r}: {error}") from error
     if tokenizer.eos_token_id is None:
