@@ -54,9 +54,7 @@ def chosen_device(name: str):
 
 
 def add_options(parser: argparse.ArgumentParser, owner: type, types: dict[str, typing.Any]) -> None:
-    """Add a flag for every field of a dataclass that has a ``help`` in its metadata, which may also hold ``group`` (a
-    heading for this field and the next ones), ``flag`` and ``metavar``. A flag that is not given leaves no attribute.
-    """
+    """Add a flag for every field with ``help`` in its metadata, which may hold ``group``, ``flag`` and ``metavar``."""
     for entry in (entry for entry in fields(owner) if "help" in entry.metadata):
         kind = types[entry.name]
         args = typing.get_args(kind)

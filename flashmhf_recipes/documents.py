@@ -18,9 +18,7 @@ _UNPAIRED_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can write it ("\\ud8
 
 
 def find_files(paths: Iterable[str | Path]) -> tuple[list[Path], Counter]:
-    """Return the files named and those with a known suffix below directories, sorted, each once, and counts of the
-    rest. Raises DataError for a path that does not exist, a file of another type and a directory without files.
-    """
+    """Return the files named and those below directories, each once, and counts of the rest. Raises DataError."""
     files, left_out = [], Counter()
     for path in map(Path, paths):
         below = list(_below(path, left_out)) if path.is_dir() else [path] if reader(path) else []
@@ -49,9 +47,7 @@ def _below(directory: Path, left_out: Counter) -> Iterator[Path]:
 
 
 def read(files: Iterable[Path], text_field: str = "text") -> Iterator[dict[str, str]]:
-    """Yield {"text": document} of ``files`` in order: a text file whole, else every record's ``text_field``, ""
-    without. Raises DataError that names a file that is damaged, binary, not UTF-8 or without texts in that field.
-    """
+    """Yield {"text": a text file, or a record's ``text_field``} in order. Raises DataError that names the file."""
     import pyarrow
 
     for path in files:
@@ -63,10 +59,8 @@ def read(files: Iterable[Path], text_field: str = "text") -> Iterator[dict[str, 
 
 
 def text_of(value: object, field: str) -> str:
-    """Return the text that a record has in ``field``, "" for None and for text that no tokenizer takes. Bytes are
-    decoded as UTF-8: Impala and old versions of Spark write text so. Raises ValueError for other types.
-    """
-    if isinstance(value, bytes):
+    """Return a record's text, "" for None and for text that no tokenizer takes. Raises ValueError for other types."""
+    if isinstance(value, bytes):  # Impala and old versions of Spark write text so
         value = value.decode("utf-8")
     if not isinstance(value, str | None):
         raise ValueError(f"{field!r} holds a value of type {type(value).__name__}; supported: text")

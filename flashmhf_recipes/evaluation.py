@@ -46,9 +46,8 @@ def held_out_loss(
     model: PreTrainedModel, tokenizer, paths: Iterable[str | Path], *, window: int | None = None,
     stride: int | None = None, batch: int = 4, text_field: str = "text", bar: bool = False,
 ) -> HeldOut:  # fmt: skip
-    """Return the loss over files' documents, each after an end-of-text token, every token scored once, in windows of
-    ``window`` tokens (the model's maximum) that advance by ``stride`` (half a window). Raises ValueError for sizes and
-    a loss that is not finite, DataError where there is no text.
+    """Return the loss over files' documents, each after an end-of-text token, every token scored once, in windows that
+    advance by ``stride`` (half). Raises ValueError for sizes and a loss that is not finite, DataError without text.
     """
     limit = positions(model)
     window = limit if window is None else window
@@ -117,10 +116,8 @@ def task_scores(
     model: PreTrainedModel, tokenizer, tasks: Iterable[str] = PAPER_TASKS, *, include_path: str | None = None,
     batch: int = 16,
 ) -> tuple[dict[str, dict[str, float]], float | None]:  # fmt: skip
-    """Return the metrics of tasks by lm-eval's names, also of local ones below ``include_path``, and the mean accuracy
-    of ``tasks``, None for fewer than two. Raises ImportError without the extra flashmhf[eval], OptionError for unknown
-    tasks.
-    """
+    """Return the metrics of lm-eval's and local tasks, and the mean accuracy, None for fewer than two. Raises
+    ImportError without the extra flashmhf[eval], OptionError for unknown tasks."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 

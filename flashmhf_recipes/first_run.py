@@ -1,5 +1,4 @@
-"""The bare command: errors against float64, time and memory of the feed-forward networks, small language models; a
-table, a picture.
+"""The bare command: errors against float64, time and memory, small language models; a table and a picture.
 
 It ends within three minutes on any machine: steps are timed, and what would not be done in time is left out and named.
 The language models need the extra ``flashmhf[lm]``; the rest needs torch alone.
@@ -286,10 +285,7 @@ class Trained:
 
 
 def training_text(path: str | None) -> bytes:
-    """Return the bytes of a text file, or of the Python standard library's own source.
-
-    Raises OSError where it cannot be read, DataError for one that is binary or too short.
-    """
+    """Return a text file's bytes, or the standard library's. Raises OSError, DataError for binary or short ones."""
     data = _standard_library() if path is None else Path(path).read_bytes()
     if b"\0" in data:
         raise DataError(f"{path} has NUL bytes and looks like a binary file; supported: text")
@@ -313,10 +309,7 @@ def _standard_library() -> bytes:
 def train(
     text: bytes, device: torch.device, steps: int | None = None, bar: bool = False, clock: Clock | None = None
 ) -> dict[str, Trained]:
-    """Train a model with each network on the same batches, for ``steps`` or for as many as ``clock`` has time for.
-
-    Returns nothing where it has no time for FEWEST_STEPS. Raises ModuleNotFoundError without the extra flashmhf[lm].
-    """
+    """Train each network's model on the same batches for ``steps``, or as many as there is time for (perhaps none)."""
     clock, budget = clock or Clock(), BUDGETS[device.type]
     chosen = dict(zip(("SwiGLU", "FlashMHF"), SIZES[device.type], strict=True))
     wanted = steps or budget["steps"]

@@ -15,9 +15,7 @@ PEAKS = {
 
 
 def training_flops_per_token(model: PreTrainedModel, length: int) -> float:
-    """Return the operations of forward and backward: 6 for every weight that a token is multiplied with, and attention
-    over the causal half of ``length``; not those of recomputation, and none for an untied input embedding.
-    """
+    """Return 6 a weight that a token meets, and attention over the causal half of ``length``; no recomputation."""
     config = model.config.get_text_config()
     weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
     if not config.tie_word_embeddings:

@@ -24,9 +24,7 @@ _ACCELERATES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "ACC
 
 @dataclass(frozen=True)
 class Layout:
-    """``replicas`` times ``shards`` groups with sequences of their own, each of ``tp`` neighbours that share the heads:
-    rank = (replica * shards + shard) * tp + index of the heads.
-    """
+    """Groups of ``tp`` neighbours that share heads: rank = (replica * shards + shard) * tp + index of the heads."""
 
     replicas: int
     shards: int
@@ -68,9 +66,7 @@ class Layout:
 
 
 def layout_of(tp: int | None, dp_shard: int | None, processes: int) -> Layout:
-    """Return the layout of ``processes``; without ``dp_shard`` there is no sharding, or, with ``tp``, over all. Raises
-    OptionError where the sizes do not divide the processes and for a layout that ``accelerate launch`` was told.
-    """
+    """Return the layout, by default unsharded, or, with ``tp``, sharded over all. Raises OptionError for others."""
     if told := [name for name in _ACCELERATES if os.environ.get(name) == "true"]:
         raise OptionError(f"accelerate launch set {told[0]}; give tp and dp_shard instead")
     tp = tp or 1

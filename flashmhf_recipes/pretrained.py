@@ -22,9 +22,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load(
     name: str, *, tokenizer_name: str | None = None, device: str = "auto", dtype: str = "auto", fp8: bool = False
 ) -> tuple[PreTrainedModel, object]:
-    """Return (model in eval mode, tokenizer) of a run (unfinished: of its last complete checkpoint), a checkpoint, a
-    saved or official model, or a name. Raises FileNotFoundError where there is no model, ValueError for a device that
-    is missing, a tokenizer with more tokens than the model, and ``fp8`` with no FlashMHF network to quantise.
+    """Return (model in eval mode, tokenizer) of a run, checkpoint, saved or official model, or a name.
+
+    Raises FileNotFoundError where there is no model, ValueError for a device or a tokenizer that does not fit.
     """
     location = locate(name)
     chosen = chosen_device(device)
@@ -44,10 +44,7 @@ def load(
 
 
 def save_fp8(name: str, output: Path, *, tokenizer_name: str | None, device: str, dtype: str) -> None:
-    """Write the model and tokenizer that :func:`load` finds to a directory, the FlashMHF networks in FP8, the rest in
-    ``dtype``. Raises what :func:`load` raises, OptionError where ``output`` is not empty, TrainingError where it cannot
-    be written.
-    """
+    """Write what :func:`load` finds, FlashMHF in FP8, the rest in ``dtype``. Raises OptionError, TrainingError, too."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise OptionError(f"output is {str(output)!r}, which is not empty; choose a new directory")
     # float32, so that packed weights are rounded once.

@@ -14,9 +14,7 @@ REPEAT_SECONDS = 2.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
 
 
 class Stopped(KeyboardInterrupt):  # noqa: N818, no error: the run did what it was asked to
-    """A signal ended the run: ``signum``, after ``step``, which is saved; step 0 is before the first one. A
-    KeyboardInterrupt, so that no ``except Exception`` on the way swallows it.
-    """
+    """``signum`` ended the run after ``step``, which is saved, or 0. No ``except Exception`` swallows it on the way."""
 
     def __init__(self, signum: int, step: int):
         self.signum, self.step = signum, step
@@ -25,9 +23,7 @@ class Stopped(KeyboardInterrupt):  # noqa: N818, no error: the run did what it w
 
 
 class StopSignals:
-    """A context that takes SIGTERM and SIGINT where it runs in the main thread; in other threads signals are left
-    alone. Outside :attr:`stepping` there is no step to finish, and the signal raises :class:`Stopped`.
-    """
+    """Take SIGTERM and SIGINT in the main thread. Outside :attr:`stepping`, a signal raises :class:`Stopped`."""
 
     def __init__(self) -> None:
         self.received: int | None = None

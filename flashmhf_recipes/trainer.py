@@ -28,10 +28,8 @@ PROGRESS = "flashmhf"  # in trainer_state.json, among the states of callbacks
 
 
 class RunTrainer(Trainer, TrainerCallback):
-    """The Trainer, and the first callback of its own loop. Arguments beyond the Trainer's: options: of the run,
-    resolved. checkpoint: the one that training continues from, or None. signals: end training after the step in which
-    one came, with a checkpoint.
-    """
+    """The Trainer, and the first callback of its own loop, with the resolved ``options`` of the run, the ``checkpoint``
+    that it continues from, or None, and ``signals``, which end it after a step with a checkpoint."""
 
     def __init__(
         self, *, options: Options, checkpoint: Path | None, signals: StopSignals, args: TrainingArguments, callbacks,
@@ -47,9 +45,7 @@ class RunTrainer(Trainer, TrainerCallback):
             self.model._keys_to_ignore_on_save = list(self.model.all_tied_weights_keys)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """Shard the model, which has the checkpoint's weights by now, and make the optimizer of the options, with the
-        groups of flashmhf.param_groups or the Trainer's own two. Raises OptionError for one that makes its own groups.
-        """
+        """Shard the loaded model and make its optimizer. Raises OptionError for one that makes its own groups."""
         options, args = self.options, self.args
         if self.layout.sharded:
             self.layout.shard(self.model, args.device.type, options.compile)
@@ -149,9 +145,7 @@ class RunTrainer(Trainer, TrainerCallback):
 
     @torch.no_grad()
     def evaluate(self, *_, metric_key_prefix: str = "eval", **__) -> dict[str, float]:
-        """Return the mean loss over sequences, in nats a token, without label smoothing. The batches' sums are added in
-        their order, however many processes there are. A signal ends the evaluation.
-        """
+        """Return the mean loss over sequences (nats a token), the same bits for any number of processes."""
         args, step = self.args, self.state.global_step
         loader, samples = self._loader(self.eval_dataset, args.per_device_eval_batch_size), len(self.eval_dataset)
         turns = math.ceil(samples / args.per_device_eval_batch_size)

@@ -1,7 +1,4 @@
-"""Training with transformers' Trainer under the paper's settings: data to tokens, exact resumption, metrics.
-
-docs/training.md lists what a run's directory holds: all that a resumed run needs.
-"""
+"""Training under the paper's settings, resumed exactly from a run's directory (docs/training.md lists its files)."""
 
 from __future__ import annotations
 
@@ -59,11 +56,10 @@ def first_process() -> bool:
 
 
 def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Result:
-    """Train from the beginning. All options are checked before anything is written; a start that fails before its
-    first step removes what it wrote, but for complete tokens.
+    """Train from the beginning; a start that fails before its first step removes what it wrote but complete tokens.
 
-    Raises ValueError (OptionError, DataError), FileExistsError where the directory holds a run or another process works
-    in it, TrainingError, and Stopped after SIGTERM or SIGINT, which finish and save the step in the main thread.
+    Raises OptionError before anything is written, DataError, FileExistsError where the directory is in use,
+    TrainingError, and Stopped after SIGTERM or SIGINT, which finish and save the step in the main thread.
     """
     options.refuse_unused()
     options = options.resolve()
@@ -93,11 +89,10 @@ def resume(
     output: str | Path, *, steps: int | None = None, tp: int | None = None, dp_shard: int | None = None,
     bar: bool = True, callbacks: Iterable = (),
 ) -> Result:  # fmt: skip
-    """Continue a run from its last complete checkpoint, with its options and the batches it would have seen.
+    """Continue a run from its last complete checkpoint; ``steps`` is a new length of the whole run and its schedule.
 
-    ``steps`` is a new length of the whole run, at which the schedule then ends; ``tp`` and ``dp_shard`` are another
-    layout for this call. Raises FileNotFoundError where there is no run, FileExistsError where another process trains
-    it, OptionError for ``steps`` that are done, TrainingError when no checkpoint loads.
+    Raises FileNotFoundError where there is no run, FileExistsError where another process trains it, OptionError for
+    ``steps`` that are done, TrainingError when no checkpoint loads.
     """
     output = Path(output)
     options = _read_run(output).resolve()
@@ -164,9 +159,7 @@ def _warn_of_steps(arguments: TrainingArguments, done: int, before: int, after: 
 
 @contextmanager
 def _locked(output: Path) -> Iterator[None]:
-    """Hold the run's directory, on the process that writes; the kernel frees the lock with the process. Raises
-    FileExistsError that names the process which holds it.
-    """
+    """Hold the run's directory; the kernel frees it with the process. Raises FileExistsError that names the holder."""
     if not first_process():
         yield
         return
