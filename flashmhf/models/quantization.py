@@ -257,8 +257,11 @@ def _compared(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in ("backend", "deterministic")}
 
 
-def _method(config: PreTrainedConfig) -> str | None:
-    found = getattr(config, "quantization_config", None)
+def _method(config: PreTrainedConfig | str | Path) -> str | None:
+    if isinstance(config, PreTrainedConfig):
+        found = getattr(config, "quantization_config", None)
+    else:  # a file, a directory or a name
+        found = PreTrainedConfig.get_config_dict(config)[0].get("quantization_config")
     return found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
 
 
@@ -298,10 +301,10 @@ def _save(method: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) ->
 @_wrapped(PreTrainedModel, "from_pretrained")
 def _load(method: Callable, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
     stored = Path(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "", "config.json")
-    if isinstance(config, PreTrainedConfig) and _method(config) is None and stored.is_file():
+    if config is not None and stored.is_file():
         # without the record transformers would draw SwiGLU networks, and only warn
         found = json.loads(stored.read_text("utf-8")).get("quantization_config") or {}
-        if found.get("quant_method") == METHOD:
+        if found.get("quant_method") == METHOD and _method(config) is None:
             raise ValueError(f"config lacks the record of networks that {stored} has; supported: that configuration")
     return method(pretrained_model_name_or_path, *args, config=config, **kwargs)
 

@@ -202,10 +202,13 @@ def test_a_given_configuration_without_the_record_is_refused(tmp_path):
     model = replaced()
     model.save_pretrained(tmp_path)
     other = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
-    for given in (AutoModelForCausalLM, transformers.LlamaForCausalLM):
+    bare, llama = transformers.LlamaConfig(**other), transformers.LlamaForCausalLM
+    bare.save_pretrained(tmp_path / "bare")
+    for given, config in ((AutoModelForCausalLM, bare), (llama, bare), (llama, tmp_path / "bare")):
         with pytest.raises(ValueError, match="config lacks the record of networks that .*config.json has"):
-            given.from_pretrained(pretrained_model_name_or_path=tmp_path, config=transformers.LlamaConfig(**other))
+            given.from_pretrained(pretrained_model_name_or_path=tmp_path, config=config)
         same_bits(given.from_pretrained(tmp_path, config=model.config), model)
+    same_bits(llama.from_pretrained(tmp_path, config=str(tmp_path)), model)
 
 
 def test_transformers_by_itself_refuses(tmp_path):
