@@ -121,7 +121,7 @@ def task_scores(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    tasks = list(tasks)
+    tasks = list(dict.fromkeys(tasks))
     manager = task_manager(tuple(tasks), include_path)
     settings = {"batch_size": batch, "max_length": positions(model), "add_bos_token": False}
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, **settings)

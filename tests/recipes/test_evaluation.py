@@ -257,7 +257,7 @@ def test_eval_command_with_tasks_and_json(runs, text, tmp_path, monkeypatch, cap
     monkeypatch.setattr(math, "exp", lambda _: math.inf)  # the perplexity of a model with very large logits
     model = ["--model", str(runs["swiglu"]), "--device", "cpu", "--include-path", str(tmp_path)]
     command = ["eval", *model, "--data", str(text), "--window", "64", "--json", str(figures), "--tasks"]
-    assert cli.main([*command, "tiny_choice", "two_wrong"]) == 0
+    assert cli.main([*command, "tiny_choice", "two_wrong", "tiny_choice"]) == 0  # one that is named twice counts once
     written = json.loads(figures.read_text(), parse_constant=pytest.fail)  # NaN and Infinity are no JSON
     assert written["tasks"]["tiny_choice"]["acc"] == 1.0 and written["held_out"]["perplexity"] is None
     out = capsys.readouterr().out
