@@ -13,14 +13,15 @@ from ..quantize.modules import METHOD
 def served_feed_forward(config, rank: Rank = Rank(), prefix: str = "") -> nn.Module:  # noqa: B008  frozen
     """Return the multi-head network, empty, that a FlashMHFConfig names (in FP8 if recorded), with ``rank``'s heads.
 
-    Raises NotImplementedError as :func:`shard` does and for "swiglu" and "dense_moe", which engines build themselves,
+    Raises NotImplementedError as :func:`shard` does, for "dense_moe" and for "swiglu", which engines build themselves,
     ValueError for heads that the ranks do not divide.
     """
     from ..models.modeling import feed_forward  # not above: transformers is optional
     from ..models.quantization import FlashMHFRecord
 
     if config.ffn_type not in ("flashmhf", "mh_ffn", "pkv"):
-        raise NotImplementedError(f"ffn_type is {config.ffn_type!r}; supported: flashmhf, mh_ffn, pkv")
+        supported = "flashmhf, mh_ffn, pkv; swiglu as the engine's own network"
+        raise NotImplementedError(f"ffn_type is {config.ffn_type!r}; supported: {supported}")
     for name in ("ffn_num_heads", "ffn_num_kv_heads"):
         rank.of(name, getattr(config, name) or rank.size)
     with torch.device("meta"):

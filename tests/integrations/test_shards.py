@@ -42,6 +42,7 @@ def test_the_network_of_a_configuration():
     for config, error, message in (
         (tiny(ffn_skip_linear=True), NotImplementedError, "skip_linear is True; supported: False"),
         (preset("swiglu-tiny").config(), NotImplementedError, "ffn_type is 'swiglu'; supported: flashmhf, mh_ffn, pkv"),
+        (preset("dense_moe-tiny").config(), NotImplementedError, "'dense_moe'; supported: .*; swiglu as the engine"),
         (tiny(ffn_num_heads=1), ValueError, "ffn_num_heads is 1; supported: multiples of the tensor-parallel size 2"),
         (tiny(ffn_num_kv_heads=1), ValueError, "ffn_num_kv_heads is 1; supported: multiples"),
         (
