@@ -3,7 +3,7 @@
 #include <stdexcept>
 
 #include "backward/policy.h"
-#include "common/tensor_map.h"
+#include "common/driver.h"
 
 namespace flashmhf {
 namespace {

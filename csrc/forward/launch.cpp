@@ -3,8 +3,8 @@
 #include <atomic>
 #include <random>
 
+#include "common/driver.h"
 #include "common/head_dims.h"
-#include "common/tensor_map.h"
 #include "forward/e4m3/policy.h"
 #include "forward/f16/policy.h"
 

@@ -3,8 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include "common/driver.h"
 #include "common/launch_kernel.cuh"
-#include "common/tensor_map.h"
 #include "project/kernel.cuh"
 #include "project/launch.h"
 

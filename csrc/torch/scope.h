@@ -14,7 +14,7 @@
 #include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/shim_utils.h>
 
-#include "common/tensor_map.h"
+#include "common/driver.h"
 
 namespace flashmhf {
 

@@ -22,7 +22,7 @@ def binary(tmp_path_factory):
     subprocess.run(
         [nvcc, "-std=c++20", "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-cudart", "static"]
         + [f"-I{ROOT}/thunderkittens/include", f"-I{ROOT}/csrc", "-o", out, ROOT / "thunderkittens/tests/unit_tests.cu"]
-        + [ROOT / "csrc/common/tensor_map.cpp"],
+        + [ROOT / "csrc/common/driver.cpp"],
         check=True,
     )
     return out

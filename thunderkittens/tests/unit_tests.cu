@@ -1,6 +1,6 @@
 // Device tests of every tile operation that the kernels use. Prints one line per test; exits 1 if any failed.
 // The CMake target kittens_tests, or nvcc with -I../include -I../../csrc and ../../csrc/common/{tensor_map,driver}.cpp.
-#include "common/tensor_map.h"
+#include "common/driver.h"
 #include "common/tma.cuh"
 #include "harness/harness.cuh"
 #include "kittens.cuh"

@@ -1,4 +1,4 @@
-#include "common/tensor_map.h"
+#include "common/driver.h"
 
 #include <stdexcept>
 #include <string>
