@@ -169,7 +169,8 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
 
     Sharded are multi-head and SwiGLU networks (gate_proj, up_proj, down_proj), Llama's attention (q_proj, k_proj,
     v_proj, o_proj), and the embedding and head of a causal model of transformers; all else is replicated. Raises
-    ValueError if ``size`` does not divide them, and for no such network, one with own parameters, another attention.
+    ValueError if ``size`` does not divide heads or widths, if the model has no such network or one of them has
+    parameters of its own, and for an attention that is not Llama's.
     """
     size = positive("size", size)
     if not any(isinstance(child, _DIVIDED) for child in model.modules()):

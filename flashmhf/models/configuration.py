@@ -43,7 +43,8 @@ class FlashMHFConfig(LlamaConfig):
         ffn_num_subnets: E, a divisor of intermediate_size, of "flashmhf" and "dense_moe"; None for d_e near 8/3 d_h.
         ffn_num_kv_heads, ffn_q_norm, ffn_skip_linear: as in :class:`flashmhf.FlashMHF`; of "flashmhf" and "mh_ffn", as
             is a hidden_act "gelu", "relu" or "relu2" beside "silu".
-        ffn_router_eps: the gate's. ffn_norm: whether an RMSNorm precedes the network (an official setting negates it).
+        ffn_router_eps: the eps of the gate's normalisation.
+        ffn_norm: whether an RMSNorm precedes the network (negates ``mhffnmoe_disable_original_mlp_rmsnorm``).
         ffn_init, ffn_official_init: flashmhf.nn.init's "balanced", "official" (with the gains of OfficialInit) or
             "normal"; None for "balanced", or "normal" with "pkv". All else is drawn from N(0, initializer_range).
         ffn_backend, ffn_deterministic: as in :func:`flashmhf.flash_mhf`; "naive" is a back end of "mh_ffn", too.

@@ -100,7 +100,7 @@ class Muon(torch.optim.Optimizer):
     Args:
         params: groups with the key "muon". lr and weight_decay (decoupled) are for groups without their own; lr may be
             a tensor that a captured CUDA graph reads.
-        momentum: of Muon, at least 0 and below 1. betas, eps: AdamW's. capturable: by a CUDA graph.
+        momentum: of Muon, at least 0 and below 1. betas, eps: AdamW's. capturable: whether a CUDA graph may capture it.
         fused: whether AdamW's fused kernel runs; None runs it for groups whose parameters are all on a GPU.
 
     Raises ValueError for a group without "muon", a vector in a Muon group, amsgrad, differentiable, maximize in a Muon
