@@ -114,7 +114,8 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
                             weights("u", u), weights("v", v)};
     };
     const int token_inter = BackwardHeadDims::dispatch(d_h, []<int dim>() { return int{TokenPolicy<dim>::inter}; });
-    launch.maps = maps(shape, q, grad_out, token_inter);
+    if (call.kernels == Kernels::pair && task.tokens)
+        launch.maps = maps(shape, q, grad_out, token_inter);  // of the token-stationary kernel
     launch.group_maps = group == 1 ? maps(shape, q, grad_out, tile_inter)
                                    : maps(view, heads_as_sequences(q, group), heads_as_sequences(grad_out, group), tile_inter);
     return launch;

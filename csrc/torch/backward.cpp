@@ -3,9 +3,9 @@
 #include "checks.h"
 #include "operators.h"
 #include "scope.h"
+#include "tensors.h"
 
 #include <array>
-#include <vector>
 
 namespace flashmhf {
 namespace {
@@ -26,9 +26,9 @@ TokenAxes all_token_axes(const Tensor &q, std::optional<Tensor> &r, Tensor &grad
             return *axes;
         }
     }
-    grad_out = torch::stable::contiguous(grad_out);
+    if (!grad_out.is_contiguous()) grad_out = torch::stable::contiguous(grad_out);
     if (!aligned(grad_out.data_ptr())) {
-        Tensor copy = torch::stable::new_empty(grad_out, grad_out.sizes());
+        Tensor copy = new_dense(grad_out, sizes_of(grad_out));
         torch::stable::copy_(copy, grad_out);
         grad_out = copy;
     }
@@ -89,16 +89,14 @@ void run(const Inputs &in, const ProblemSizes &sizes, const Outputs &out, bool d
 
     const BackwardPlan plan = plan_backward(problem.shape, backward_task(problem), describe_device());
     // Returned to PyTorch's allocator at the end, which keeps the order of the stream.
-    const Tensor workspace = torch::stable::new_empty(q, std::vector<int64_t>{plan.workspace()}, ScalarType::Float);
+    const Tensor workspace = new_dense(q, std::array{plan.workspace()}, aoti_torch_dtype_float32());
     const BackwardLaunch launch = prepare_backward(problem, plan, static_cast<float *>(workspace.data_ptr()));
     check_cuda(launch_backward(problem.shape.head_dim, launch, current_stream(q.get_device_index())));
 }
 
 // Uninitialised tensors for what is needed; for the others ones of shape [0] in q's type.
 Outputs allocate(const Inputs &in, bool needs_tokens, bool needs_weights) {
-    auto like = [&](const Tensor &x, bool needed) {
-        return needed ? torch::stable::new_empty(x, x.sizes()) : torch::stable::new_empty(in.q, std::vector<int64_t>{0});
-    };
+    auto like = [&](const Tensor &x, bool needed) { return needed ? new_dense(x, sizes_of(x)) : new_dense(in.q, std::array{int64_t{0}}); };
     return {.dq = like(in.q, needs_tokens),
             .dr = like(in.r ? *in.r : in.q, needs_tokens && in.r),
             .weights = {like(in.k, needs_weights), like(in.u, needs_weights), like(in.v, needs_weights)},

@@ -47,7 +47,7 @@ Tensor run(const Tensor &q, const Inputs &in, const ProblemSizes &sizes, const c
     if (in.r) check_r(*in.r, q, sizes);
     if (in.w) check_w(*in.w, q, sizes);
     const DeviceScope scope(q.get_device_index(), range, sizes.range());
-    Tensor out = new_dense(q, Sizes(q.sizes().data(), q.sizes().size()));
+    Tensor out = new_dense(q, sizes_of(q));
     if (sizes.tokens == 0) return out;
 
     std::optional<Tensor> r = in.r;

@@ -13,6 +13,7 @@ namespace flashmhf {
 
 using torch::stable::Tensor;
 using Sizes = std::span<const int64_t>;
+inline Sizes sizes_of(const Tensor &x) { return {x.sizes().data(), x.sizes().size()}; }
 
 inline std::vector<int64_t> dense_strides(Sizes sizes) {
     std::vector<int64_t> strides(sizes.size(), 1);
