@@ -125,14 +125,16 @@ def inference(module: nn.Module, x: Tensor) -> None:
     module(x)
 
 
-def training(module: nn.Module, x: Tensor) -> None:
+def training(module: nn.Module, parameters: list[nn.Parameter], x: Tensor) -> None:
     leaf = x.detach().requires_grad_()
-    torch.autograd.grad(module(leaf), [leaf, *module.parameters()], x)
+    torch.autograd.grad(module(leaf), [leaf, *parameters], x)
 
 
 @dataclass(frozen=True)
 class HostCell:
-    """Milliseconds in which the host queues a call behind products of some milliseconds, the best of HOST_ROUNDS."""
+    """Milliseconds in which the host queues a call behind products of some milliseconds, and their ratio to compiled
+    SwiGLU's of the same round: medians over HOST_ROUNDS, since the host's speed drifts and single rounds are lucky.
+    """
 
     tokens: int
 
@@ -141,20 +143,27 @@ class HostCell:
         x = torch.randn(self.tokens, SIZES[0], device=context.device, dtype=context.dtype)
         filler = torch.randn(8192, 8192, device=context.device, dtype=context.dtype)
         runs = {(name, "forward"): functools.partial(inference, module, x) for name, module in modules.items()}
-        trained = {name: module for name, module in modules.items() if "fp8" not in name}
-        runs |= {(name, "backward"): functools.partial(training, module, x) for name, module in trained.items()}
-        best = dict.fromkeys(runs, float("inf"))
+        runs |= {
+            (name, "backward"): functools.partial(training, module, list(module.parameters()), x)
+            for name, module in modules.items()
+            if "fp8" not in name
+        }
         for run in runs.values():
             run()  # compiles
+        seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+        order = list(runs)
         for _ in range(HOST_ROUNDS):
-            for key, run in runs.items():
-                best[key] = min(best[key], queue_time(run, filler))
+            for key in order:
+                seconds[key].append(queue_time(runs[key], filler))
+            order.append(order.pop(0))
         row = {"T": self.tokens, "status": "ok", "timing": "host clock"}
-        return [
-            {**row, "subject": name, "direction": direction, "ms": {"p50": 1e3 * seconds}}
-            | {"to_swiglu_compiled": seconds / best["swiglu compiled", direction]}
-            for (name, direction), seconds in best.items()
-        ]
+        rows = []
+        for (name, direction), times in seconds.items():
+            ratios = [a / b for a, b in zip(times, seconds["swiglu compiled", direction], strict=True)]
+            ms = timing.percentiles([1e3 * time for time in times]) | {"min": 1e3 * min(times)}
+            ratio = timing.percentiles(ratios)["p50"]
+            rows.append({**row, "subject": name, "direction": direction, "ms": ms, "to_swiglu_compiled": ratio})
+        return rows
 
 
 def queue_time(run: Callable[[], None], filler: Tensor) -> float:
