@@ -89,7 +89,10 @@ class FlashMHF(GroupedHeads):
     def forward(self, x: Tensor) -> Tensor:
         """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
         check_input(x, self.d_model)
-        weights = self._plain_weights()
+        k = self._parameters.get("k")
+        # In training nothing more is asked, and a compiled graph has no guards on it.
+        trains = torch.is_grad_enabled() and k is not None and k.requires_grad
+        weights = None if trains else self._plain_weights()
         if weights is None or not layer.serves(x, weights):
             return self.join_heads(self._mix(self.split_heads(x)))
         return layer.run(x, weights, self.backend, self.activation)
