@@ -35,7 +35,7 @@ template <int d_h, bool few_rows> constexpr ForwardFootprint fp8_footprint() {
             .gate_tile = 0,
             .gate_tiles = 0,
             .consumers = P::consumers,
-            .fewest_consumers = 2,
+            .fewest_consumers = 1,
             .may_slice = true,
             .may_add_parts = false};
 }
@@ -53,9 +53,9 @@ int checked(int64_t x, const char *what) {
 // Tiles in sequence when the last `rest` items are cut into equal spans.
 int64_t span_tiles(int64_t rest, int inter_tiles, int clusters) { return ceil_div(rest * inter_tiles, clusters); }
 
-// What the memory takes for the weights of so many heads, in tiles of a CTA.
-int64_t stream_tiles(int64_t heads, int inter_tiles, const Device &device, const ForwardCostModel &cost) {
-    return heads * inter_tiles * cost.stream_numerator / cost.stream_denominator / device.sms();
+// What the memory takes for the weights of so many heads, in tiles of a CTA: `fifths` of the products of all SMs.
+int64_t stream_tiles(int64_t heads, int inter_tiles, const Device &device, int fifths) {
+    return heads * inter_tiles * fifths / 5 / device.sms();
 }
 
 // Heads of a row tile, where their tokens fit: four, or two. A warp's 16 rows must be of one head, so at most four.
@@ -74,7 +74,8 @@ int plan_abreast(int heads, int blocks, int inter_tiles, int clusters, const Dev
     if (blocks == 1 || spans <= heads || inter_tiles <= cost.shortest_part) return 1;
     if (forced) return forced > 1 ? blocks : 1;
     const int64_t items = int64_t{heads} * blocks;
-    const int64_t end_to_end = std::max(span_tiles(items, inter_tiles, clusters), stream_tiles(items, inter_tiles, device, cost));
+    const int64_t anew = stream_tiles(items, inter_tiles, device, cost.anew_fifths);
+    const int64_t end_to_end = std::max(span_tiles(items, inter_tiles, clusters), anew);
     return span_tiles(heads, inter_tiles, spans) <= end_to_end ? blocks : 1;
 }
 
@@ -141,28 +142,32 @@ void add_candidates(std::vector<Candidate> &all, const Shape &shape, const Devic
     const int heads = shape.weight_heads(), inter_tiles = inter_tiles_of(shape), head_dim = shape.head_dim;
     const int64_t tiles = row_tiles_of_head(shape, bundle);
     const int64_t single = ceil_div(tiles, consumers), paired = 2 * ceil_div(tiles, 2 * consumers);  // CTAs of a head
-    const int64_t stream = stream_tiles(heads, inter_tiles, device, cost);
+    const int64_t stream = stream_tiles(heads, inter_tiles, device, cost.stream_fifths);
     const int taken = static_cast<int>(std::min<int64_t>(consumers, tiles));
     const bool may_add_parts = footprint.may_add_parts && bundle == 1, pairs = device.clusters[1] > 0;
+    const double tile = cost.row_tiles[taken - 1];
     const size_t before = all.size();
 
     // Clusters that divide the inter range of one item each.
     auto slices = [&](int count, int clusters) {
         if (!footprint.may_slice || single * heads > clusters || inter_tiles < count * cost.shortest_part) return;
         all.push_back({bundle, taken, 1, static_cast<int>(single), slice_schedule(static_cast<int>(single) * heads, count, inter_tiles),
-                       stream, ceil_div(inter_tiles, count), cost.exchange, 0});
+                       stream, ceil_div(inter_tiles, count) * tile, taken * cost.exchange, 0});
     };
     if (bundle > 1) slices(large_slices, device.large_clusters);
     for (int count = max_slices; count > 1; --count) {
-        // Threshold: two slices are slower than pairs that halve the traffic from the L2, where all row tiles of these have rows.
-        if (count == 2 && may_add_parts && pairs && tiles % (2 * consumers) == 0 && choice.slices != 2) continue;
+        // Threshold: two slices are slower than pairs that halve the traffic from the L2, where all row tiles of these have rows; not so at
+        // d_h = 64, where adding parts is long beside a tile.
+        if (count == 2 && may_add_parts && head_dim > 64 && pairs && tiles % (2 * consumers) == 0 && choice.slices != 2) continue;
         slices(count, device.clusters[count - 1]);
     }
     // Threshold: a bundle's few rows take half the time of a full tile, so adding parts costs more than it saves.
     if (bundle > 1 && all.size() > before && choice.slices != 1) return;
 
-    // Threshold: pairs of CTAs, which halve the traffic from the L2, where they waste at most a sixteenth of the rows.
-    const int row_ctas = choice.row_ctas ? choice.row_ctas : pairs && 16 * (paired - single) <= single ? 2 : 1;
+    // Threshold: pairs of CTAs, which halve the traffic from the L2, where they waste at most a sixteenth of the rows, or where the only
+    // row tile cannot be divided by slices and waits for the memory.
+    const bool lone = tiles == 1 && !footprint.may_slice;
+    const int row_ctas = choice.row_ctas ? choice.row_ctas : pairs && (lone || 16 * (paired - single) <= single) ? 2 : 1;
     const int clusters = device.clusters[row_ctas - 1];
     if (clusters == 0) return;
     const int blocks = static_cast<int>(ceil_div(tiles, consumers * row_ctas));
@@ -173,8 +178,8 @@ void add_candidates(std::vector<Candidate> &all, const Shape &shape, const Devic
     // Without whole waves the spans are counted as dealt to all SMs: how pairs and blocks side by side round them is not what decides
     // against slices.
     const int64_t products = split && s.waves == 0 ? span_tiles(single * heads, inter_tiles, device.sms()) : s.waves * inter_tiles + rest;
-    const int adding = !split ? 0 : s.waves > 0 ? cost.behind_waves_tiles(head_dim) : cost.combine_tiles(head_dim);
-    all.push_back({bundle, taken, row_ctas, blocks, s, stream, products, 0, adding});
+    const double adding = split ? cost.adding_tiles(head_dim, s.waves > 0 ? 0 : shape.subnets) : 0;
+    all.push_back({bundle, taken, row_ctas, blocks, s, stream, products * tile, 0, adding});
 }
 
 // Those that the limits and thresholds leave, in the order in which ties are decided.
@@ -199,41 +204,19 @@ std::vector<Candidate> forward_candidates(const Shape &shape, const Device &devi
     return all;
 }
 
-// Threshold: CTAs of fewer row tiles than others are taken where they save a twentieth, in the time of a tile of three row tiles. Parts
-// without whole waves count twice there, and the memory not at all: so the measured choices come out (docs/experiments.md).
-double compared_time(const Candidate &c) {
-    const bool waves = c.schedule.slices == 1 && c.schedule.waves > 0;
-    return c.products * forward_fp8_row_tiles(c.consumers) + c.exchange + (waves ? 1 : 2) * c.adding;
-}
-size_t best_of(const std::vector<Candidate> &all) {
-    size_t best = 0, of_rows = 0;  // of all so far, and of those with as many row tiles as this one
-    for (size_t i = 1; i <= all.size(); ++i) {
-        if (i < all.size() && all[i].consumers == all[of_rows].consumers) {
-            if (all[i].tiles() < all[of_rows].tiles()) of_rows = i;
-            continue;
-        }
-        if (all[of_rows].consumers == all[best].consumers || compared_time(all[of_rows]) < 0.95 * compared_time(all[best])) best = of_rows;
-        of_rows = i;
-    }
-    return best;
-}
+size_t best_of(const std::vector<Candidate> &all) { return std::ranges::min_element(all, {}, &Candidate::tiles) - all.begin(); }
 
-std::string list(const std::vector<Candidate> &all, const Shape &shape, WeightFormat format, const ForwardCostModel &cost) {
+std::string list(const std::vector<Candidate> &all, int head_dim, const ForwardCostModel &cost) {
     static const char *const names[] = {"waves", "gathered parts", "slices"};
-    const bool few_rows = all.front().consumers != all.back().consumers;  // there are candidates of fewer row tiles
-    std::string text = "  division        heads row tiles CTAs slices abreast |  us: stream products exchange adding    all";
-    text += few_rows ? "  other rows\n" : "\n";
+    std::string text = "  division        heads row tiles CTAs slices abreast |  us: stream products exchange adding    all\n";
     const size_t best = best_of(all);
+    const double unit = cost.tile_us * head_dim;
     for (size_t i = 0; i < all.size(); ++i) {
         const Candidate &c = all[i];
-        const double unit = cost.tile_us * shape.head_dim;
-        const double products = c.products * unit * (format == WeightFormat::e4m3 ? forward_fp8_row_tiles(c.consumers) : 1);
-        char line[160], compared[16] = "";
-        if (few_rows) std::snprintf(compared, sizeof compared, " %11.1f", compared_time(c) * unit);
-        std::snprintf(line, sizeof line, "%c %-15s %5d %9d %4d %6d %7d | %11.1f %8.1f %8.1f %6.1f %6.1f%s\n", i == best ? '*' : ' ',
+        char line[160];
+        std::snprintf(line, sizeof line, "%c %-15s %5d %9d %4d %6d %7d | %11.1f %8.1f %8.1f %6.1f %6.1f\n", i == best ? '*' : ' ',
                       names[static_cast<int>(c.schedule.division())], c.bundle, c.consumers, c.row_ctas, c.schedule.slices,
-                      c.schedule.abreast, c.stream * unit, products, c.exchange * unit, c.adding * unit,
-                      std::max(c.stream * unit, products) + (c.exchange + c.adding) * unit, compared);
+                      c.schedule.abreast, c.stream * unit, c.products * unit, c.exchange * unit, c.adding * unit, c.tiles() * unit);
         text += line;
     }
     return text;
@@ -262,7 +245,7 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat 
 
     const std::vector<Candidate> all = forward_candidates(shape, device, footprint, may_bundle, cost, choice);
     if (all.empty()) return plan;
-    if (logs_plans()) log_plan("forward", shape, list(all, shape, format, cost));
+    if (logs_plans()) log_plan("forward", shape, list(all, shape.head_dim, cost));
     const Candidate &taken = all[best_of(all)];
     const ForwardSchedule &s = plan.schedule = taken.schedule;
     plan.consumers = taken.consumers;
@@ -291,7 +274,7 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat 
 std::string list_candidates(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost) {
     plan_forward(shape, device, format, may_bundle, cost);  // for its checks
     const auto all = forward_candidates(shape, device, footprint_of(format, shape.head_dim, false), may_bundle, cost, {});
-    return all.empty() ? "" : list(all, shape, format, cost);
+    return all.empty() ? "" : list(all, shape.head_dim, cost);
 }
 
 std::vector<PlannedWork> enumerate_work(const ForwardSchedule &schedule) {

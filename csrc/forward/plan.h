@@ -33,7 +33,7 @@ struct ForwardFootprint {
     int piece_columns;          // of a piece of the sums that slices send each other
     int gate_tile, gate_tiles;  // bytes of a tile of the gate, and such tiles
     int consumers;              // row tiles of a CTA, at most
-    int fewest_consumers;       // where there are more row tiles. In 16 bits fewer than two were not measured
+    int fewest_consumers;       // where there are more row tiles. In 16 bits fewer than two are slower
     bool may_slice;             // CTAs of a cluster may divide an item's inter range
     bool may_add_parts;         // clusters may add parts themselves
 };
@@ -45,12 +45,12 @@ struct Candidate {
     int row_ctas;
     int blocks;  // work items of a head of K, U and V
     ForwardSchedule schedule;
-    int64_t stream;    // in which the memory brings the weights of all heads
-    int64_t products;  // of the CTA that has most
-    int exchange;      // of the sums of slices
-    int adding;        // of the sums of parts
-    // The estimate that candidates of as many row tiles are compared by.
-    int64_t tiles() const { return (products > stream ? products : stream) + exchange + adding; }
+    int64_t stream;   // in which the memory brings the weights of all heads
+    double products;  // of the CTA that has most
+    int exchange;     // of the sums of slices
+    double adding;    // of the sums of parts
+    // The estimate that candidates are compared by.
+    double tiles() const { return (products > stream ? products : stream) + exchange + adding; }
 };
 
 // A way to launch that is forced, for measurements. 0: the planner's choice.
@@ -58,8 +58,7 @@ struct ForwardChoice {
     int slices = 0, row_ctas = 0, consumers = 0, abreast = 0;  // slices = 1: none; abreast > 1: all blocks of a head
 };
 
-// The candidate of the least tiles(). In FP8, where CTAs may have fewer row tiles than others, the best of each number of them are compared
-// by another estimate (compared_time in plan.cpp), and fewer must save a twentieth. may_bundle: a row tile may be of several heads.
+// The candidate of the least tiles(), the first of equal ones. may_bundle: a row tile may be of several heads.
 // FLASHMHF_LOG_PLANS=1 prints the candidates to stderr.
 // Throws std::invalid_argument for shapes beyond the index range, for a head dimension without a kernel and for a choice that is none.
 ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost,
@@ -67,8 +66,7 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat 
 inline ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle) {
     return plan_forward(shape, device, format, may_bundle, forward_costs(format));
 }
-// A line for each candidate with its times in microseconds; the one that plan_forward takes begins with an asterisk. `all` is tiles(), and
-// `other rows`, where there are candidates of different row tiles, the estimate that these are compared by.
+// A line for each candidate with its times in microseconds; the one that plan_forward takes begins with an asterisk. `all` is tiles().
 std::string list_candidates(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost);
 
 // Which of the two instances of the FP8 kernel: for CTAs that divide an item of one or two row tiles.
