@@ -1,17 +1,13 @@
 """What a model of transformers is made of beside its class: which networks are FlashMHF, and which of them in FP8.
 
 It is recorded as ``quantization_config``: transformers' one mechanism by which a package changes modules before weights
-are loaded. Importing this module registers the method "flashmhf" and wraps five methods of transformers' base classes:
-``save_pretrained`` records, ``from_pretrained`` refuses a configuration without the record, ``from_config`` builds what
-is recorded, ``init_weights`` has our networks draw themselves, and transformers alone refuses the config.json.
+are loaded. Importing this module registers the method "flashmhf" and wraps four methods of PreTrainedModel, at its end.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
-from pathlib import Path
+from functools import wraps
 from typing import Any
 
 import torch
@@ -37,8 +33,8 @@ _SETTINGS = ("d_model", "num_heads", "num_subnets", "subnet_dim", "router_eps", 
 _TRANSPARENT = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # state dicts leave these names out
 _DEFAULTS = {"skip_linear": False, "activation": "silu"}
 _STORED_DTYPES = {"k8": "F8_E4M3", "u8": "F8_E4M3", "v8": "F8_E4M3", "scales": "F32", "layout": "U8"}
-# transformers reads the weights from the file of this name, and refuses a name without a file's ending, in these words
-GUARD = "load this model after `import flashmhf.models` (pip install 'flashmhf[lm]')"
+# a fusion in the configuration, which transformers by itself does not know and refuses in these words
+GUARD = "load this model with its quantization_config after `import flashmhf.models` (pip install 'flashmhf[lm]')"
 
 
 @register_quantization_config(METHOD)
@@ -91,9 +87,10 @@ class FlashMHFQuantizer(HfQuantizer):
         return True
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Take the guard off: no other hook gets the configuration before the files are chosen."""
-        if getattr(config, "transformers_weights", None) == GUARD:
-            del config.transformers_weights
+        """Take the guard off, and what is to be quantised later: no other hook comes before the model is built."""
+        _guard(config, False)
+        if not self.pre_quantized:
+            config.__dict__.pop("quantization_config", None)
         return config
 
     update_tp_plan = update_attn_implementation  # which earlier versions call in its place
@@ -105,7 +102,8 @@ class FlashMHFQuantizer(HfQuantizer):
         if record.fp8 and getattr(model.config, "distributed_config", None) is not None:
             found = "an FP8 model on several processes (tp_plan, distributed_config)"
             raise NotImplementedError(f"{found}; supported: one process, device_map")
-        _build(model, record, self.pre_quantized)
+        if self.pre_quantized:
+            _build(model, record, whole=True)
         _check_dtypes(_networks(model, Fp8FlashMHF), checkpoint_files or ())
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
@@ -134,33 +132,43 @@ class FlashMHFQuantizer(HfQuantizer):
                     part.__dict__.pop(name, None)
 
 
-def _build(model: nn.Module, record: FlashMHFRecord, fp8: bool = True) -> None:
-    """Put the recorded networks into a model as its class builds it; they are drawn, or empty on the meta device."""
-    names = {_name_in(model, name): settings for name, settings in record.networks.items()}
-    for name, settings in names.items():
-        like = next(model.get_submodule(name).parameters())
+def _build(model: nn.Module, record: FlashMHFRecord, whole: bool = False) -> None:
+    """Put the recorded networks that are not there yet into a model as its class builds it; they are drawn, or empty.
+
+    Raises ValueError if the model lacks some of them, but for all of them only if it is ``whole``, and not a part.
+    """
+    listed = record.fp8 if isinstance(record.fp8, list) else []
+    names = {recorded: _name_in(model, recorded) for recorded in (*record.networks, *listed)}
+    lost = [recorded for recorded, name in names.items() if name is None]
+    if lost and (whole or len(lost) < len(names)):
+        raise ValueError(f"{type(model).__name__} has no {lost[0]}, which its configuration records")
+    if lost:
+        return
+    for recorded, settings in record.networks.items():
+        present = model.get_submodule(names[recorded])
+        if isinstance(present, FlashMHF | Fp8FlashMHF) and _settings(present) == settings:
+            continue
+        like = next(present.parameters())
         network = FlashMHF(**settings, device=like.device, dtype=like.dtype)
         deviation = getattr(model.config, "initializer_range", INITIALIZER_RANGE)
-        network.reset_parameters(initializer_range=deviation, num_layers=len(names))
+        network.reset_parameters(initializer_range=deviation, num_layers=len(record.networks))
         mark_drawn(network)
-        model.set_submodule(name, network)
-    if record.fp8 and fp8:
-        packed = record.fp8 if isinstance(record.fp8, list) else _networks(model, FlashMHF)
-        quantise_named(model, [_name_in(model, name) for name in packed])
+        model.set_submodule(names[recorded], network)
+    if record.fp8:
+        packed = {names[recorded] for recorded in listed} or _networks(model, FlashMHF)
+        quantise_named(model, [name for name in _networks(model, FlashMHF) if name in packed])
 
 
 def _networks(model: nn.Module, kinds: Any) -> dict[str, nn.Module]:
     return {name: each for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, kinds)}
 
 
-def _name_in(model: nn.Module, recorded: str) -> str:
+def _name_in(model: nn.Module, recorded: str) -> str | None:
     """Return the recorded name, with or without the name of the inner model, of which either may be loaded alone."""
     prefix = getattr(model, "base_model_prefix", "") + "."
+    names = (recorded, prefix + recorded, recorded.removeprefix(prefix))
     modules = dict(model.named_modules(remove_duplicate=False))
-    for name in (recorded, prefix + recorded, recorded.removeprefix(prefix)):
-        if name in modules:
-            return name
-    raise ValueError(f"{type(model).__name__} has no {recorded}, which its configuration records")
+    return next((name for name in names if name in modules), None)
 
 
 def _check_dtypes(networks: Iterable[str], files: Iterable[str]) -> None:
@@ -238,8 +246,17 @@ def record(model: PreTrainedModel) -> None:
     for part in model.modules():  # what is recorded of a part has other names, and may be no longer so
         if isinstance(part, PreTrainedModel) and _method(part.config) == METHOD:
             del part.config.quantization_config
+            _guard(part.config, False)
     if found is not None:
         model.config.quantization_config = found
+        _guard(model.config, not isinstance(model.config, FlashMHFConfig))  # whose type is unknown without the import
+
+
+def _guard(config: PreTrainedConfig, on: bool) -> None:
+    fusions = config.__dict__.pop("fusion_config", None) or {}
+    others = {name: options for name, options in fusions.items() if name != GUARD}
+    if on or others:
+        config.fusion_config = others | ({GUARD: True} if on else {})
 
 
 def models_in(module: nn.Module) -> list[PreTrainedModel]:
@@ -257,11 +274,8 @@ def _compared(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in ("backend", "deterministic")}
 
 
-def _method(config: PreTrainedConfig | str | Path) -> str | None:
-    if isinstance(config, PreTrainedConfig):
-        found = getattr(config, "quantization_config", None)
-    else:  # a file, a directory or a name
-        found = PreTrainedConfig.get_config_dict(config)[0].get("quantization_config")
+def _method(config: PreTrainedConfig) -> str | None:
+    found = getattr(config, "quantization_config", None)
     return found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
 
 
@@ -276,61 +290,45 @@ def quantise(model: PreTrainedModel) -> None:
         quantize_(model)
 
 
-def _wrapped(kind: type, name: str) -> Callable[[Callable], None]:
-    """Have the decorated function run in place of a method of transformers, which it gets first."""
-
-    def replace(ours: Callable) -> None:
-        method = kind.__dict__[name]
-        if isinstance(method, classmethod):
-            whole = method.__func__
-            run = wraps(whole)(lambda cls, *args, **kwargs: ours(partial(whole, cls), *args, **kwargs))
-            setattr(kind, name, classmethod(run))
-        else:
-            setattr(kind, name, wraps(method)(lambda *args, **kwargs: ours(method, *args, **kwargs)))
-
-    return replace
+def _wrapped(ours: Callable) -> None:
+    """Have the function run in place of PreTrainedModel's method of its name, which it gets first."""
+    method = getattr(PreTrainedModel, ours.__name__)
+    setattr(PreTrainedModel, ours.__name__, wraps(method)(lambda *args, **kwargs: ours(method, *args, **kwargs)))
 
 
-@_wrapped(PreTrainedModel, "save_pretrained")
-def _save(method: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+@_wrapped
+def save_pretrained(method: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Record what the model is made of, whatever has put it there."""
     if not getattr(self, "_hf_peft_config_loaded", False):  # else it stores adapters, and no configuration
         record(self)
     return method(self, *args, **kwargs)
 
 
-@_wrapped(PreTrainedModel, "from_pretrained")
-def _load(method: Callable, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-    stored = Path(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "", "config.json")
-    if config is not None and stored.is_file():
-        # without the record transformers would draw SwiGLU networks, and only warn
-        found = json.loads(stored.read_text("utf-8")).get("quantization_config") or {}
-        if found.get("quant_method") == METHOD and _method(config) is None:
-            raise ValueError(f"config lacks the record of networks that {stored} has; supported: that configuration")
-    return method(pretrained_model_name_or_path, *args, config=config, **kwargs)
+@_wrapped
+def post_init(method: Callable, self: PreTrainedModel) -> None:
+    """Build what the configuration records: from_config and the classes do not ask a quantizer, which would."""
+    method(self)
+    if _method(self.config) == METHOD:
+        stored = self.config.quantization_config
+        _build(self, FlashMHFRecord.from_dict(stored) if isinstance(stored, dict) else stored)
 
 
-@_wrapped(PreTrainedModel, "_from_config")
-def _from_config(method: Callable, config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
-    model = method(config, **kwargs)
-    if _method(config) == METHOD:
-        stored = config.quantization_config
-        _build(model, FlashMHFRecord.from_dict(stored) if isinstance(stored, dict) else stored)
-    return model
+@_wrapped
+def mark_tied_weights_as_initialized(method: Callable, self: PreTrainedModel, report: Any) -> None:
+    """Refuse a checkpoint with networks that the configuration lacks: others would be drawn, with a warning alone."""
+    for name in sorted(report.unexpected_keys):
+        network, _, key = name.rpartition(".")
+        if key in ("k", "k8") and _name_in(self, network):
+            found = f"the checkpoint has {name}, and the configuration no network that takes it"
+            raise ValueError(f"{found}; supported: the configuration that was saved with it")
+    method(self, report)
 
 
-@_wrapped(PreTrainedModel, "_initialize_weights")
-def _draw(method: Callable, self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+@_wrapped
+def _initialize_weights(method: Callable, self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Have our networks draw themselves: transformers knows no K, U and V, and has another deviation for the rest."""
     if not isinstance(module, (Network, Projection, HeadRMSNorm)):
         method(self, module, *args, **kwargs)
     elif not getattr(module, "_is_hf_initialized", False):
         module.reset_parameters()  # transformers has torch.nn.init leave loaded tensors alone
         module._is_hf_initialized = True
-
-
-@_wrapped(PreTrainedConfig, "to_diff_dict")
-def _guard(method: Callable, self: PreTrainedConfig) -> dict[str, Any]:
-    written = method(self)
-    # a type of model of our own is unknown without the import
-    if _method(self) == METHOD and not isinstance(self, FlashMHFConfig):
-        written["transformers_weights"] = GUARD
-    return written

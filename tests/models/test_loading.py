@@ -174,7 +174,7 @@ def test_a_directory_of_an_older_version(saved, tmp_path):
         assert torch.equal(load(directory)(IDS).logits, saved[1]["own"])
     directory = shutil.copytree(saved[0] / "swapped", tmp_path / "swapped")
     config = json.loads((directory / "config.json").read_text())
-    del config["transformers_weights"]
+    del config["fusion_config"]
     networks = config.pop("quantization_config")["networks"]
     config["flashmhf_networks"] = {
         name: network | {"accumulate_main_grad": False} for name, network in networks.items()

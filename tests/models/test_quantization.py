@@ -89,48 +89,43 @@ def test_replaced_networks_are_recorded_and_loaded(kind, dtype, tmp_path):
     assert again.half().model.layers[0].mlp.k.dtype == torch.half and again.float().dtype == torch.float32
 
 
+def mlp(model: nn.Module) -> nn.Module:
+    return model.model.layers[1].mlp
+
+
+def put(model: nn.Module, network: nn.Module) -> None:
+    model.model.layers[1].mlp = network
+
+
+def flash(model: nn.Module, *sizes: int, **settings) -> nn.Module:
+    return flashmhf.FlashMHF(model.config.hidden_size, *(sizes or (2, 3, 48)), **settings)
+
+
 def by_layer(model):
     """Each network has its own sizes, and those that stayed SwiGLU stay."""
     flashmhf.replace_ffn(model.model.layers[0], num_heads=1)
 
 
-def by_list(model):
-    flashmhf.replace_ffn(model.model.layers, num_heads=2)
-
-
-def by_hand(model):
-    model.model.layers[1].mlp = flashmhf.FlashMHF(model.config.hidden_size, 2, 3, 48, num_kv_heads=1, activation="relu")
-
-
-def with_activation_checkpointing(model):
-    flashmhf.replace_ffn(model)
-    model.model.layers[0].mlp = checkpoint_wrapper(model.model.layers[0].mlp)
-
-
-def one_to_fp8(model):
-    model.model.layers[0].mlp = quantize.to_fp8(model.model.layers[0].mlp)
-
-
-def list_to_fp8(model):
-    quantize.quantize_(model.model.layers)
-
-
-def some_to_fp8(model):
-    by_layer(model)
-    list_to_fp8(model)
-
-
-TO_FP8 = (one_to_fp8, list_to_fp8)
+CHANGES = {
+    "by layer": by_layer,
+    "by list": lambda model: flashmhf.replace_ffn(model.model.layers, num_heads=2),
+    "by hand": lambda model: put(model, flash(model, num_kv_heads=1, activation="relu")),
+    "checkpointed": lambda model: (flashmhf.replace_ffn(model), put(model, checkpoint_wrapper(mlp(model)))),
+    "one to fp8": lambda model: put(model, quantize.to_fp8(mlp(model))),
+    "list to fp8": lambda model: quantize.quantize_(model.model.layers),
+    "some to fp8": lambda model: (by_layer(model), quantize.quantize_(model.model.layers)),
+}
+OF_FLASHMHF = ("by hand", "one to fp8", "list to fp8")
 
 
 @pytest.mark.parametrize(
     ("make", "change"),
-    [(foreign, change) for change in (by_layer, by_list, by_hand, some_to_fp8, with_activation_checkpointing)]
-    + [(make, change) for make in (replaced, tiny) for change in (by_hand, *TO_FP8)],
+    [(foreign, change) for change in CHANGES if change not in ("one to fp8", "list to fp8")]
+    + [(make, change) for make in (replaced, tiny) for change in OF_FLASHMHF],
 )
 def test_whatever_changed_a_model_is_recorded(make, change, tmp_path):
     model = make()
-    change(model)
+    CHANGES[change](model)
     again = reloaded(model.eval(), tmp_path)
     same_bits(load(tmp_path), model)
     inner = type(model.model).from_pretrained(tmp_path)
@@ -173,42 +168,62 @@ def test_models_within_another_module(fp8, tmp_path):
         quantize.quantize_(whole)
     for name in whole:
         reloaded(whole[name], tmp_path / name)
-    assert not {"quantization_config", "transformers_weights"} & whole["gelu"].config.to_diff_dict().keys()
+    assert not {"quantization_config", "fusion_config"} & whole["gelu"].config.to_diff_dict().keys()
     whole["actor"].model.layers = foreign().model.layers
     whole["actor"].save_pretrained(tmp_path / "back")
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
 
 
+@pytest.mark.parametrize("make", [replaced, tiny])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_model_of_its_configuration_alone(fp8, tmp_path):
-    """from_config, with which scripts train from scratch, and fill a model on the meta device."""
-    model = replaced()
+def test_a_model_of_its_configuration_alone(fp8, make, tmp_path):
+    """By from_config, with which scripts train from scratch and fill a model on the meta device, or by its class."""
+    model = make()
     if fp8:
         quantize.quantize_(model)
     model.save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
-    drawn = AutoModelForCausalLM.from_config(config)
-    assert str(drawn) == str(model)
-    if not fp8:
-        weights = (each.model.layers[1].mlp.out_proj.weight.std() for each in (drawn, model))
-        torch.testing.assert_close(*weights, rtol=0.05, atol=0)
+    for drawn in (AutoModelForCausalLM.from_config(config), type(model)(config), type(model)(model.config)):
+        assert str(drawn) == str(model)
+        if not fp8:
+            weights = (mlp(each).out_proj.weight.std() for each in (drawn, model))
+            torch.testing.assert_close(*weights, rtol=0.05, atol=0)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
-    empty.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True, strict=True)
+    empty.load_state_dict(load_file(tmp_path / "model.safetensors") | untied(model), assign=True, strict=True)
     same_bits(empty, model)
 
 
-def test_a_given_configuration_without_the_record_is_refused(tmp_path):
-    model = replaced()
-    model.save_pretrained(tmp_path)
-    other = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
-    bare, llama = transformers.LlamaConfig(**other), transformers.LlamaForCausalLM
-    bare.save_pretrained(tmp_path / "bare")
-    for given, config in ((AutoModelForCausalLM, bare), (llama, bare), (llama, tmp_path / "bare")):
-        with pytest.raises(ValueError, match="config lacks the record of networks that .*config.json has"):
-            given.from_pretrained(pretrained_model_name_or_path=tmp_path, config=config)
-        same_bits(given.from_pretrained(tmp_path, config=model.config), model)
-    same_bits(llama.from_pretrained(tmp_path, config=str(tmp_path)), model)
+def untied(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {"lm_head.weight": model.lm_head.weight} if model.config.tie_word_embeddings else {}
+
+
+def test_weights_without_their_record_are_refused(tmp_path):
+    """transformers would draw other networks in their place, and only warn: for a directory, a name of the hub, an
+    adapter's base and a state dict."""
+    model, bare, own = replaced(), foreign().config, tiny()
+    ours = copy.deepcopy(own.config)
+    quantize.quantize_(own)
+    hub = tmp_path / "models--me--mine"
+    (hub / "refs").mkdir(parents=True)
+    (hub / "refs" / "main").write_text("0" * 40)
+    for saved, name in ((bare, "bare"), (model, "whole"), (model, hub / "snapshots" / ("0" * 40)),
+                        (model.model, "inner"), (own, "fp8"), (tiny("mh_ffn"), "other")):  # fmt: skip
+        saved.save_pretrained(tmp_path / name)
+    llama = transformers.LlamaForCausalLM
+    for given, where, settings in (
+        (AutoModelForCausalLM, tmp_path / "whole", {"config": bare}),
+        (llama, tmp_path / "whole", {"config": tmp_path / "bare"}),
+        (AutoModelForCausalLM, "me/mine", {"config": bare, "cache_dir": tmp_path}),
+        (transformers.AutoModel, tmp_path / "whole", {"config": bare}),
+        (llama, tmp_path / "inner", {"config": bare}),
+        (llama, None, {"config": bare, "state_dict": model.state_dict()}),
+        (AutoModelForCausalLM, tmp_path / "fp8", {"config": ours}),
+        (AutoModelForCausalLM, tmp_path / "other", {"ffn_type": "swiglu"}),
+    ):
+        with pytest.raises(ValueError, match=r"has (model\.)?layers.0.mlp.k8?, and .* no network that takes it"):
+            given.from_pretrained(where, **settings)
+    same_bits(llama.from_pretrained("me/mine", config=str(tmp_path / "whole"), cache_dir=tmp_path), model)
 
 
 def test_transformers_by_itself_refuses(tmp_path):
@@ -220,7 +235,7 @@ for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, t
     try:
         kind.from_pretrained(sys.argv[1])
     except ValueError as error:
-        assert "load this model after `import flashmhf.models`" in str(error), error
+        assert "load this model with its quantization_config after `import flashmhf.models`" in str(error), error
     else:
         raise SystemExit(f"{kind.__name__} loads it")
 """
@@ -247,49 +262,28 @@ def test_init_weights_draws_all_of_the_replaced_networks(pickled):
                 marked.__dict__.pop("_is_hf_initialized", None)
 
 
-def of_a_subclass(model):
-    kind = type("Halved", (flashmhf.FlashMHF,), {"_mix": lambda self, q: flashmhf.FlashMHF._mix(self, q) / 2})
-    model.model.layers[1].mlp = kind(model.config.hidden_size, 2, 3, 16)
+HALVED = type("Halved", (flashmhf.FlashMHF,), {"_mix": lambda self, q: flashmhf.FlashMHF._mix(self, q) / 2})
+UNRECORDED = {  # what is done to a model, and the error
+    "pruned": (lambda model: prune.l1_unstructured(mlp(model), "v", 0.5),
+     "model.layers.1.mlp has v_mask, v_orig, which is not recorded"),
+    "another projection": (lambda model: setattr(mlp(model), "in_proj", nn.Sequential(mlp(model).in_proj, nn.Tanh())),
+     "model.layers.1.mlp has in_proj.0.weight, which is not recorded"),
+    "one bias": (lambda model: setattr(mlp(model), "out_proj", nn.Linear(128, 128)),
+     "model.layers.1.mlp has out_proj.bias, which is not recorded"),
+    "compiled": (lambda model: put(model, torch.compile(mlp(model), backend="eager")),
+     "model.layers.1.mlp._orig_mod is compiled.*supported: compiled by .compile()"),
+    "a subclass": (lambda model: put(model, HALVED(128, 2, 3, 16)),
+     "model.layers.1.mlp is a Halved with a _mix of its own, which is not recorded"),
+    "another kind": (lambda model: put(model, flashmhf.MHFFN(128, 2, 16)),
+     "model.layers.1.mlp is a MHFFN, which is not recorded; supported: FlashMHF"),
+    "quantised otherwise": (lambda model: setattr(model.config, "quantization_config", {"quant_method": "torchao"}),
+     "LlamaForCausalLM is quantised by 'torchao'"),
+}  # fmt: skip
 
 
-def of_another_kind(model):
-    model.model.layers[1].mlp = flashmhf.MHFFN(model.config.hidden_size, 2, 16)
-
-
-def pruned(model):
-    prune.l1_unstructured(model.model.layers[1].mlp, "v", 0.5)
-
-
-def with_another_projection(model):
-    model.model.layers[1].mlp.in_proj = nn.Sequential(model.model.layers[1].mlp.in_proj, nn.Tanh())
-
-
-def with_one_bias(model):
-    model.model.layers[1].mlp.out_proj = nn.Linear(*[model.config.hidden_size] * 2)
-
-
-def compiled(model):
-    model.model.layers[1].mlp = torch.compile(model.model.layers[1].mlp, backend="eager")
-
-
-def quantised_otherwise(model):
-    model.config.quantization_config = {"quant_method": "torchao"}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (pruned, "model.layers.1.mlp has v_mask, v_orig, which is not recorded"),
-        (with_another_projection, "model.layers.1.mlp has in_proj.0.weight, which is not recorded"),
-        (with_one_bias, "model.layers.1.mlp has out_proj.bias, which is not recorded"),
-        (compiled, "model.layers.1.mlp._orig_mod is compiled.*supported: compiled by .compile()"),
-        (of_a_subclass, "model.layers.1.mlp is a Halved with a _mix of its own, which is not recorded"),
-        (of_another_kind, "model.layers.1.mlp is a MHFFN, which is not recorded; supported: FlashMHF"),
-        (quantised_otherwise, "LlamaForCausalLM is quantised by 'torchao'"),
-    ],
-)
-def test_what_cannot_be_recorded_is_not_saved(change, message, tmp_path):
-    model = replaced()
+@pytest.mark.parametrize("what", UNRECORDED)
+def test_what_cannot_be_recorded_is_not_saved(what, tmp_path):
+    model, (change, message) = replaced(), UNRECORDED[what]
     change(model)
     with pytest.raises(ValueError, match=message):
         model.save_pretrained(tmp_path / "new")
