@@ -55,11 +55,14 @@ STEPS = {
     "FlashMHF": partial(module_step, partial(flashmhf.FlashMHF, 256, 2, 3, 64)),
     "MHFFN": partial(module_step, partial(flashmhf.MHFFN, 256, 2, 64)),
 }
+every_step = pytest.mark.parametrize("name", STEPS)
 
 
 def expected_of(step: Callable[[], tuple]) -> list[torch.Tensor]:
-    """The step's results on the CPU; the memory of those on the GPU is PyTorch's again, cached."""
-    return [x.cpu() for x in step()]
+    """The step's results on the CPU, once they are there; their memory on the GPU is PyTorch's again, cached."""
+    expected = [x.cpu() for x in step()]
+    torch.cuda.synchronize()
+    return expected
 
 
 def check(name: str, results: tuple, expected: list[torch.Tensor]) -> None:
@@ -70,23 +73,21 @@ def check(name: str, results: tuple, expected: list[torch.Tensor]) -> None:
         torch.testing.assert_close(a.cpu(), e, **tolerance)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@every_step
 def test_first_thing_in_a_fresh_thread(name, gpu_backend):
     step = STEPS[name](gpu_backend, "cuda")
     expected = expected_of(step)
-    torch.cuda.synchronize()
     for _ in range(3):
         check(name, in_thread(step), expected)
 
 
 @two_gpus
 @pytest.mark.parametrize(("device", "current"), [(0, 1), (1, 0)])
-@pytest.mark.parametrize("name", STEPS)
+@every_step
 def test_another_device_is_current(name, gpu_backend, device, current):
     with torch.cuda.device(device):
         step = STEPS[name](gpu_backend, f"cuda:{device}")
         expected = expected_of(step)
-        torch.cuda.synchronize()
 
     def elsewhere() -> tuple:
         torch.cuda.set_device(current)
@@ -107,8 +108,6 @@ def test_eight_threads_with_a_stream_each(name, devices, gpu_backend):
     """Ten times each, all beginning together."""
     steps = [STEPS[name](gpu_backend, f"cuda:{seed % devices}", seed) for seed in range(THREADS)]
     expected = [expected_of(step) for step in steps]
-    torch.cuda.synchronize()
-
     streams, barrier = [torch.cuda.Stream(seed % devices) for seed in range(THREADS)], threading.Barrier(THREADS)
 
     def on_a_stream(step: Callable[[], tuple], stream: torch.cuda.Stream, right: list[torch.Tensor]) -> None:
@@ -132,64 +131,56 @@ def calls(p, backend) -> dict[str, tuple[torch.Tensor, ...]]:
     return {name: call(name, p, backend=backend) for name in RESULTS} | deterministic
 
 
-def check_accurate(name, results, p) -> None:
-    for actual, baseline, exact in zip(results, *p.references[name], strict=True):
+def check_accurate(name, results, references) -> None:
+    for actual, baseline, exact in zip(results, *references[name], strict=True):
         assert_accurate(name, actual, baseline, exact, fixed_limits=True)
 
 
-def check_rounds(problems, alone, results) -> None:
-    """Each problem's ``results``, of several rounds, against those of its calls alone."""
-    for p, right, mine in zip(problems, alone, results, strict=True):
-        for at_once, (name, expected) in itertools.product(mine, right.items()):
-            if name in BACKWARDS:  # fp32 sums in any order
-                check_accurate(name, at_once[name], p)
-            else:
-                for a, b in zip(at_once[name], expected, strict=True):
-                    assert torch.equal(a, b), name
-
-
 @pytest.fixture(params=[(64, 4, 128, 5, 144), (1536, 4, 128, 5, 144), (2500, 40, 128, 2, 192)], ids=str)
-def problems(request):
-    """Two: of so few tokens that forward and backward split their work over the whole device; and where deterministic
-    sums take turns."""
-    both = [problem(*request.param, torch.bfloat16, "cuda", seed=seed) for seed in range(2)]
-    for p in both:
-        p.references = {name: getattr(p, name)() for name in BACKWARDS}
-    return both
-
-
-@pytest.fixture
-def alone(problems, gpu_backend):
-    """The right results of each problem's calls."""
-    results = [calls(p, gpu_backend) for p in problems]
-    for p, mine in zip(problems, results, strict=True):
+def pair(request, gpu_backend):
+    """Two problems, each with its references and the right results of its calls alone: of so few tokens that forward
+    and backward split their work over the whole device; and where deterministic sums take turns."""
+    found = []
+    for seed in range(2):
+        p = problem(*request.param, torch.bfloat16, "cuda", seed=seed)
+        references, alone = {name: getattr(p, name)() for name in BACKWARDS}, calls(p, gpu_backend)
         for name in BACKWARDS:
-            check_accurate(name, mine[f"deterministic {name}"], p)
-    return results
-
-
-def test_two_streams(problems, alone, gpu_backend):
-    streams = [torch.cuda.Stream() for _ in problems]
+            check_accurate(name, alone[f"deterministic {name}"], references)
+        found.append((p, references, alone))
     torch.cuda.synchronize()
-    results = [[], []]
+    return found
+
+
+def check_rounds(pair, results) -> None:
+    """Each problem's ``results``, of several rounds, against those of its calls alone."""
+    for (_, references, alone), rounds in zip(pair, results, strict=True):
+        for at_once, (name, expected) in itertools.product(rounds, alone.items()):
+            if name in BACKWARDS:  # fp32 sums in any order
+                check_accurate(name, at_once[name], references)
+            else:
+                assert all(map(torch.equal, at_once[name], expected)), name
+
+
+def test_two_streams(pair, gpu_backend):
+    streams, results = [torch.cuda.Stream() for _ in pair], [[], []]
     for stream in streams:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(20_000_000)  # while the host queues launches
     for _ in range(ROUNDS):
-        for p, stream, mine in zip(problems, streams, results, strict=True):
+        for (p, *_), stream, mine in zip(pair, streams, results, strict=True):
             with torch.cuda.stream(stream):
                 mine.append(calls(p, gpu_backend))
     torch.cuda.synchronize()
-    check_rounds(problems, alone, results)
+    check_rounds(pair, results)
 
 
-def test_two_graphs(problems, alone, gpu_backend):
+def test_two_graphs(pair, gpu_backend):
     """A capture fails on a launch to another stream than the current one, and where the host waits for the device."""
-    graphs, results = [torch.cuda.CUDAGraph() for _ in problems], [[], []]
-    for p, graph, mine in zip(problems, graphs, results, strict=True):
+    graphs, results = [torch.cuda.CUDAGraph() for _ in pair], [[], []]
+    for (p, *_), graph, mine in zip(pair, graphs, results, strict=True):
         with capturing(graph):
             mine.extend(calls(p, gpu_backend) for _ in range(3))
-    streams = [torch.cuda.Stream() for _ in problems]
+    streams = [torch.cuda.Stream() for _ in pair]
     for _ in range(ROUNDS):
         for at_once in itertools.chain(*results):
             for x in itertools.chain(*at_once.values()):
@@ -199,7 +190,7 @@ def test_two_graphs(problems, alone, gpu_backend):
             with torch.cuda.stream(stream):
                 graph.replay()
         torch.cuda.synchronize()
-        check_rounds(problems, alone, results)
+        check_rounds(pair, results)
 
 
 # In processes of their own: what comes first there
@@ -236,11 +227,9 @@ def test_eight_threads_are_the_first_to_use_the_back_end(gpu_backend):
     run_python("-c", EIGHT_AT_FIRST, gpu_backend, "cuda")
 
 
-def test_eight_threads_under_tritons_interpreter(monkeypatch):
+def test_eight_threads_under_tritons_interpreter():
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    run_python("-c", EIGHT_AT_FIRST, "triton", "cpu")
+    run_python("-c", EIGHT_AT_FIRST, "triton", "cpu", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 FORK = """

@@ -10,6 +10,7 @@ from targets import RESULTS, arguments, as_tuple, leaves
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
 
 import flashmhf
 from flashmhf import backends, quantize
@@ -22,17 +23,9 @@ X = torch.randn(2, 20, 128, generator=torch.Generator().manual_seed(0)).to(BF16)
 
 @pytest.fixture(autouse=True)
 def as_on_hopper(monkeypatch, fresh_dynamo):
-    """The hopper back end takes the CPU for its GPU. Nothing is compiled or chosen yet. Returns what ends that."""
+    """The hopper back end takes the CPU for its GPU. Nothing is compiled or chosen yet."""
     fake_hopper.install()
     why_not = hopper.why_not
-
-    def forget():
-        for choice in (backends.select, backends.select_fp8):
-            choice.cache_clear()
-
-    def end():
-        monkeypatch.setattr(hopper, "why_not", why_not)
-        forget()
 
     def for_cpu(device, dtype, **case):
         return why_not(torch.device("cuda", 0) if device.type == "cpu" else device, dtype, **case)
@@ -40,10 +33,13 @@ def as_on_hopper(monkeypatch, fresh_dynamo):
     monkeypatch.setattr(hopper, "library", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: hopper.CAPABILITY)
     monkeypatch.setattr(hopper, "why_not", for_cpu)
-    forget()
+    choices = backends.select, backends.select_fp8
+    for choice in choices:
+        choice.cache_clear()
     with torch._inductor.config.patch(force_disable_caches=True):
-        yield end
-    forget()
+        yield
+    for choice in choices:
+        choice.cache_clear()
 
 
 def compiled(function, step=lambda function, *inputs: function(*inputs), inputs=(X,), **options):
@@ -62,13 +58,11 @@ def network(num_heads=2, dtype=BF16, **settings):
 
 
 dynamic_or_not = pytest.mark.parametrize("dynamic", [False, True])
-options = pytest.mark.parametrize(
-    "settings", [{}, {"q_norm": True, "bias": True, "num_kv_heads": 1}], ids=["plain", "options"]
-)
+OPTIONS = {"q_norm": True, "bias": True, "num_kv_heads": 1}
 
 
 @dynamic_or_not
-@options
+@pytest.mark.parametrize("settings", [{}, OPTIONS], ids=["plain", "options"])
 @pytest.mark.parametrize(("served", "name"), [(nn.Identity(), "graph_layer"), (quantize.to_fp8, "graph_fp8_layer")])
 @torch.no_grad()
 def test_layer(settings, served, name, dynamic):
@@ -79,18 +73,24 @@ def test_layer(settings, served, name, dynamic):
 
 
 @dynamic_or_not
-@options
-def test_training(settings, dynamic):
-    module = network(**settings)
+@pytest.mark.parametrize("how", ["plain", "options", "autocast and checkpointing"])
+def test_training(how, dynamic):
+    mixed = how == "autocast and checkpointing"
+    module = network(dtype=torch.float32 if mixed else BF16, **(OPTIONS if how == "options" else {}))
+
+    def function(x):
+        return checkpoint(module, x, use_reentrant=False) if mixed else module(x)
 
     def step(function, x):
         x = x.clone().requires_grad_()
-        out = function(x)
+        with torch.autocast("cpu", BF16, enabled=mixed):
+            out = function(x)
         return out, *torch.autograd.grad(out.float().square().sum(), [x, *module.parameters()])
 
-    result, found = compiled(module, step, dynamic=dynamic)
+    x = X.to(module.k.dtype)
+    result, found = compiled(function, step, (x,), dynamic=dynamic)
     assert found == ["flashmhf_hopper.gated_backward", "flashmhf_hopper.gated_forward"]
-    assert_close(result, step(module, X))
+    assert_close(result, step(module, x))
 
 
 @dynamic_or_not
@@ -125,31 +125,19 @@ def test_fp8_function():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"dtype": torch.float32}, {"num_heads": 4}, {"activation": "gelu"}, {"backend": "eager"}], ids=str
+    "settings",
+    [{"dtype": torch.float32}, {"num_heads": 4}, {"activation": "gelu"}, {"backend": "eager"}, "fp8"],
+    ids=str,
 )
 @torch.no_grad()
 def test_what_the_kernels_do_not_take_keeps_the_portable_operator(settings):
-    module = network(**settings)
-    x = X.to(module.k.dtype)
+    """Which the layer is one of, whatever its options."""
+    fp8 = settings == "fp8"
+    module = quantize.to_fp8(network(4, q_norm=True)) if fp8 else network(q_norm=True, **settings)
+    x = X.to(module.router.dtype)
     result, found = compiled(module, inputs=(x,))
-    assert found == ["flashmhf.layer"]
+    assert found == ["flashmhf.fp8_layer" if fp8 else "flashmhf.layer"]
     assert_close(result, module(x))
-
-
-def test_autocast_and_checkpointing():
-    module, x = network(dtype=torch.float32), X.float()
-
-    def function(x):
-        return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
-
-    def step(function, x):
-        with torch.autocast("cpu", BF16):
-            out = function(x)
-        return torch.autograd.grad(out.float().square().sum(), list(module.parameters()))
-
-    result, found = compiled(function, step, (x,))
-    assert found == ["flashmhf_hopper.gated_backward", "flashmhf_hopper.gated_forward"]
-    assert_close(result, step(module, x))
 
 
 @torch.no_grad()
