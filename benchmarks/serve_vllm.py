@@ -140,6 +140,7 @@ def write(options: argparse.Namespace, results: dict[str, dict]) -> None:
 
     about = environment.describe(torch.device("cuda"))
     about["packages"]["vllm"] = version("vllm")
+    about["variables"] = {name: value for name, value in sorted(os.environ.items()) if name.startswith("VLLM_")}
     record = {"suite": "vllm", "environment": about, "models": [results[model] for model in sorted(results)]}
     target = options.out.with_name(f"{options.out.name}_{environment.short_device(about['device'])}.json")
     target.write_text(json.dumps(record, indent=1) + "\n")
