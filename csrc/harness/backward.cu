@@ -95,40 +95,38 @@ template <typename T> __global__ void router_weight_reference(double *dw, const 
 }
 
 template <typename T> int run(const Arguments &options) {
-    const Shape s = shape_of(options);
-    const Gate gate = gate_of(options);
+    const Inputs<T> in(options);
+    if (in.gate == Gate::w_half) throw std::invalid_argument("gate=w16 is for the forward; supported: r, ones, w");
+    const Shape &s = in.s;
     const std::string needs = options.choice("needs", {"both", "tokens", "weights"});
-    const bool tokens = needs != "weights", weights = needs != "tokens";
-    const bool given = gate_is_given(gate), router = has_router(gate);
-    const int64_t rows = s.length * s.heads, inter = s.weight_heads() * s.subnets * s.subnet_dim, d = s.head_dim;
+    const bool tokens = needs != "weights", weights = needs != "tokens", router = has_router(in.gate);
+    const int64_t rows = in.rows, inter = in.inter, d = s.head_dim;
 
-    const float scale = 1.f / std::sqrt(float(d));
-    const auto q = Buffer<T>::random(rows * d, 1.f, 1), g = Buffer<T>::random(rows * d, 1.f, 7), k = Buffer<T>::random(inter * d, scale, 2),
-               u = Buffer<T>::random(inter * d, scale, 3),
-               v = Buffer<T>::random(inter * d, 1.f / std::sqrt(float(s.subnets * s.subnet_dim)), 4);
-    const auto w = Buffer<float>::random(int64_t{s.heads} * d * s.subnets, scale, 6);
-    const Buffer<float> r(rows * s.subnets), dr(rows * s.subnets), dw(w.size());
-    fill_gate<<<1024, 256>>>(static_cast<float *>(r), r.size(), 5);
-    const Buffer<T> dq(rows * d);
-    const Buffer<T> dk(inter * d), du(inter * d), dv(inter * d);
+    const auto g = Buffer<T>::random(rows * d, 1.f, 7);
+    const Buffer<T> dq(rows * d), dk(inter * d), du(inter * d), dv(inter * d);
+    const Buffer<float> dr(rows * s.subnets), dw(in.w.size());
 
-    BackwardProblem problem{operands<T>(s, q, k, u, v, gate, r, w)};
+    BackwardProblem problem{in.operands(in.k, in.u, in.v)};
     problem.grad_out = dense(s, g, d);
     problem.deterministic = options.number("deterministic") != 0;
     if (tokens) problem.dq = dq;
-    if (tokens && given) problem.dr = dr;
-    if (weights) problem.dk = dk, problem.du = du, problem.dv = dv;
+    if (tokens && gate_is_given(in.gate)) problem.dr = dr;
+    if (weights) {
+        problem.dk = dk;
+        problem.du = du;
+        problem.dv = dv;
+    }
     if (weights && router) problem.dw = dw;
     const Device device = describe_device();
     const BackwardTask task = backward_task(problem);
     const std::string kernels = options.choice("kernels", {"auto", "fused", "ordered", "pair"});
-    const std::pair<const char *, Kernels> names[] = {{"fused", Kernels::fused}, {"ordered", Kernels::ordered}, {"pair", Kernels::pair}};
     BackwardPlan plan = plan_backward(s, task, device);
     if (kernels != "auto" || options.number("groups")) {
         const bool may_fuse = task.tokens && task.weights && d < 256;
-        Kernels forced = plan.kernels;
-        for (const auto &[name, which] : names)
-            if (kernels == name) forced = which;
+        const Kernels forced = kernels == "auto"      ? plan.kernels
+                               : kernels == "fused"   ? Kernels::fused
+                               : kernels == "ordered" ? Kernels::ordered
+                                                      : Kernels::pair;
         if (forced != Kernels::pair && !may_fuse) throw std::invalid_argument("kernels=" + kernels + " needs needs=both and d_h < 256");
         plan = plan_backward(s, task, device, forced, static_cast<int>(options.number("groups")));
     }
@@ -146,32 +144,29 @@ template <typename T> int run(const Arguments &options) {
     const auto [sampled, stride] = sample(rows, problem.dw ? rows : 2048, s.heads);
     const auto [sampled_inter, inter_stride] = sample(inter, 2048, s.weight_heads());
     const Buffer<double> gates(rows * s.subnets), sums(rows);
-    gate_values<T><<<(rows + 127) / 128, 128>>>(gates, sums, q, given ? static_cast<const float *>(r) : nullptr,
-                                                router ? static_cast<const float *>(w) : nullptr, 1e-20, s);
-    const double limit = problem.bf16 ? 2.6e-3 : 3.5e-4, float_limit = 1.5e-5;
+    in.gates(gates, sums);
+    constexpr double limit = rounding_limit<T>, float_limit = 1.5e-5;
     bool ok = true;
     if (task.tokens) {
         const Buffer<double> expected(sampled * d), expected_dr(sampled * s.subnets);
-        token_reference<T><<<sampled, 256, (d + s.subnets) * sizeof(double)>>>(expected, expected_dr, q, g, k, u, v, gates, s, stride);
-        if (router) router_reference<<<sampled, 128>>>(expected, expected_dr, gates, sums, w, s, stride);
+        token_reference<T>
+            <<<sampled, 256, (d + s.subnets) * sizeof(double)>>>(expected, expected_dr, in.q, g, in.k, in.u, in.v, gates, s, stride);
+        if (router) router_reference<<<sampled, 128>>>(expected, expected_dr, gates, sums, in.w, s, stride);
         if (problem.dq) ok &= report("dq", expected.host(), rows_of(dq, sampled, d, stride), limit);
         if (problem.dr) ok &= report("dr", expected_dr.host(), rows_of(dr, sampled, s.subnets, stride), float_limit);
         if (problem.dw) {
             const Buffer<double> expected_dw(dw.size());
-            router_weight_reference<T><<<s.heads * s.head_dim, 64>>>(expected_dw, expected_dr, q, s);
+            router_weight_reference<T><<<s.heads * s.head_dim, 64>>>(expected_dw, expected_dr, in.q, s);
             ok &= report("dw", expected_dw.host(), rows_of(dw, s.heads * d, s.subnets, 1), float_limit);
         }
     }
     if (weights) {
-        const Buffer<double> expected_dk(sampled_inter * d), expected_du(sampled_inter * d), expected_dv(sampled_inter * d);
-        weight_reference<T>
-            <<<sampled_inter, 256, 3 * d * sizeof(double)>>>(expected_dk, expected_du, expected_dv, q, g, k, u, v, gates, s, inter_stride);
-        auto compare = [&](const char *name, const Buffer<double> &expected, const Buffer<T> &grad) {
-            ok &= report(name, expected.host(), rows_of(grad, sampled_inter, d, inter_stride), limit);
-        };
-        compare("dk", expected_dk, dk);
-        compare("du", expected_du, du);
-        compare("dv", expected_dv, dv);
+        const Buffer<double> expected[3] = {Buffer<double>(sampled_inter * d), Buffer<double>(sampled_inter * d),
+                                            Buffer<double>(sampled_inter * d)};
+        weight_reference<T><<<sampled_inter, 256, 3 * d * sizeof(double)>>>(expected[0], expected[1], expected[2], in.q, g, in.k, in.u,
+                                                                            in.v, gates, s, inter_stride);
+        for (const auto &[i, name, grad] : {std::tuple{0, "dk", &dk}, std::tuple{1, "du", &du}, std::tuple{2, "dv", &dv}})
+            ok &= report(name, expected[i].host(), rows_of(*grad, sampled_inter, d, inter_stride), limit);
     }
     check(cudaDeviceSynchronize());
     return ok ? 0 : 1;

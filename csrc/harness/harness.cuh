@@ -48,7 +48,6 @@ class Arguments {
             values_[word.substr(0, equals)] = word.substr(equals + 1);
         }
     }
-    bool given(const char *name) const { return !values_.at(name).empty(); }
     int64_t number(const char *name) const {
         const std::string &text = values_.at(name);
         int64_t value = 0;
@@ -106,32 +105,9 @@ inline flashmhf::Shape shape_of(const Arguments &options) {
             .subnet_dim = options.number("d_e"),
             .group = static_cast<int>(options.number("group"))};
 }
-inline flashmhf::Gate gate_of(const Arguments &options, std::initializer_list<const char *> choices = {"r", "ones", "w"}) {
-    const std::string gate = options.choice("gate", choices);
-    return gate == "ones"  ? flashmhf::Gate::ones
-           : gate == "w"   ? flashmhf::Gate::w_float
-           : gate == "w16" ? flashmhf::Gate::w_half
-                           : flashmhf::Gate::r_float;
-}
 // Dense [T, H, width].
 inline flashmhf::TokenTensor dense(const flashmhf::Shape &s, const void *data, int64_t width) {
     return {data, s.length * s.heads * width, s.heads * width, width};
-}
-
-template <typename T>
-flashmhf::Operands operands(const flashmhf::Shape &s, const T *q, const void *k, const void *u, const void *v, flashmhf::Gate gate,
-                            const float *r, const void *w) {
-    return {.bf16 = std::is_same_v<T, __nv_bfloat16>,
-            .shape = s,
-            .q = dense(s, q, s.head_dim),
-            .k = k,
-            .u = u,
-            .v = v,
-            .gate = gate,
-            .r = dense(s, r, s.subnets),
-            .w = w,
-            .eps = 1e-20f,
-            .dense = {s.length, 1}};
 }
 
 __device__ inline float normal(uint64_t seed, uint64_t i) {  // splitmix64, then Box-Muller
@@ -142,13 +118,12 @@ __device__ inline float normal(uint64_t seed, uint64_t i) {  // splitmix64, then
     const float a = ((z >> 40) + 1) * 0x1p-24f, b = (z & 0xFFFFFF) * 0x1p-24f;
     return sqrtf(-2.f * logf(a)) * cospif(2.f * b);
 }
-template <typename T> __global__ void fill_normal(T *x, int64_t n, float scale, uint64_t seed) {
-    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x)
-        x[i] = T(scale * normal(seed, i));
-}
-template <typename T> __global__ void fill_gate(T *r, int64_t n, uint64_t seed) {  // in (0, 1)
-    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x)
-        r[i] = T(1.f / (1.f + expf(-normal(seed, i))));
+enum class Values { normal, positive, gate };  // positive: absolute; gate: in (0, 1)
+template <typename T> __global__ void fill(T *x, int64_t n, float scale, uint64_t seed, Values values) {
+    for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x) {
+        const float v = scale * normal(seed, i);
+        x[i] = T(values == Values::normal ? v : values == Values::positive ? fabsf(v) : 1.f / (1.f + expf(-v)));
+    }
 }
 
 // Device memory that is freed with the object.
@@ -163,9 +138,9 @@ template <typename X> class Buffer {
     Buffer(const Buffer &) = delete;
     Buffer &operator=(const Buffer &) = delete;
     ~Buffer() { cudaFree(data_); }
-    static Buffer random(int64_t count, float scale, uint64_t seed) {
+    static Buffer random(int64_t count, float scale, uint64_t seed, Values values = Values::normal) {
         Buffer buffer(count);
-        fill_normal<<<1024, 256>>>(buffer.data_, count, scale, seed);
+        fill<<<1024, 256>>>(buffer.data_, count, scale, seed, values);
         return buffer;
     }
     Buffer(Buffer &&other) noexcept : data_(std::exchange(other.data_, nullptr)), count_(other.count_) {}
@@ -206,32 +181,45 @@ template <typename Launch> void measure(int launches, double operations, Launch 
                 times[launches / 2]);
 }
 
-// Prints the fastest time of launch(i, stream), i = 0 .. sets - 1 in turn, in a CUDA graph of 40 launches. Nothing without sets.
+// A CUDA graph of launches launch(i, stream), i = 0 .. sets - 1 in turn, on a stream of its own.
+class Chain {
+  public:
+    template <typename Launch> Chain(int length, int64_t sets, Launch &&launch) : length_(length) {
+        check(cudaStreamCreate(&stream_));
+        check(cudaEventCreate(&begin_));
+        check(cudaEventCreate(&end_));
+        check(launch(int64_t{0}, stream_));  // loads the kernel
+        cudaGraph_t graph;
+        check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+        for (int64_t i = 0; i < length; ++i) check(launch(i % sets, stream_));
+        check(cudaStreamEndCapture(stream_, &graph));
+        check(cudaGraphInstantiate(&graph_, graph, 0));
+    }
+    void run() {
+        check(cudaEventRecord(begin_, stream_));
+        for (int i = 0; i < 2; ++i) check(cudaGraphLaunch(graph_, stream_));
+        check(cudaEventRecord(end_, stream_));
+        check(cudaStreamSynchronize(stream_));
+        float time;
+        check(cudaEventElapsedTime(&time, begin_, end_));
+        fastest_us_ = std::min(fastest_us_, time * 1e3f / (2 * length_));
+    }
+    float fastest_us() const { return fastest_us_; }  // of a launch
+
+  private:
+    int length_;
+    cudaStream_t stream_;
+    cudaEvent_t begin_, end_;
+    cudaGraphExec_t graph_;
+    float fastest_us_ = std::numeric_limits<float>::infinity();
+};
+
+// Prints the fastest time of a launch in a chain of 40. Nothing without sets.
 template <typename Launch> void measure_chain(int64_t sets, Launch &&launch) {
     if (sets == 0) return;
-    constexpr int length = 40, rounds = 12;
-    cudaStream_t stream;
-    cudaGraph_t graph;
-    cudaGraphExec_t chain;
-    cudaEvent_t begin, end;
-    check(cudaStreamCreate(&stream));
-    check(cudaEventCreate(&begin));
-    check(cudaEventCreate(&end));
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int64_t i = 0; i < length; ++i) check(launch(i % sets, stream));
-    check(cudaStreamEndCapture(stream, &graph));
-    check(cudaGraphInstantiate(&chain, graph, 0));
-    float fastest = std::numeric_limits<float>::infinity();
-    for (int round = 0; round < rounds; ++round) {
-        check(cudaEventRecord(begin, stream));
-        for (int i = 0; i < 2; ++i) check(cudaGraphLaunch(chain, stream));
-        check(cudaEventRecord(end, stream));
-        check(cudaStreamSynchronize(stream));
-        float time;
-        check(cudaEventElapsedTime(&time, begin, end));
-        fastest = std::min(fastest, time / (2 * length));
-    }
-    std::printf("in a chain %.2f us a launch\n", fastest * 1e3);
+    Chain chain(40, sets, launch);
+    for (int round = 0; round < 12; ++round) chain.run();
+    std::printf("in a chain %.2f us a launch\n", chain.fastest_us());
 }
 
 // Prints what the stamps of the last launch say, in a build with FLASHMHF_TRACE: for each step of a warp from one stamp to its next one
@@ -273,10 +261,15 @@ inline void print_trace() {
 
 inline double relative_l2(const std::vector<double> &expected, const std::vector<double> &got) {
     double error = 0, norm = 0;
-    for (size_t i = 0; i < expected.size(); ++i)
-        error += (expected[i] - got[i]) * (expected[i] - got[i]), norm += expected[i] * expected[i];
+    for (size_t i = 0; i < expected.size(); ++i) {
+        error += (expected[i] - got[i]) * (expected[i] - got[i]);
+        norm += expected[i] * expected[i];
+    }
     return std::sqrt(error / norm);
 }
+
+// What the rounding of results in T allows.
+template <typename T> constexpr double rounding_limit = std::is_same_v<T, __nv_bfloat16> ? 2.6e-3 : 3.5e-4;
 
 // Prints the relative L2 error; whether it is within the limit.
 inline bool report(const char *what, const std::vector<double> &expected, const std::vector<double> &got, double limit) {
@@ -308,21 +301,78 @@ inline std::pair<int64_t, int64_t> sample(int64_t all, int64_t most, int heads) 
 }
 
 // The gate in fp64: r [T, H, E] from R, from the router's W (with the sum of the sigmoids + eps in sums [T, H]), or ones.
-template <typename T>
-__global__ void gate_values(double *gate, double *sums, const T *q, const float *r, const float *w, double eps, flashmhf::Shape s) {
+constexpr float router_eps = 1e-20f;
+template <typename T, typename W>
+__global__ void gate_values(double *gate, double *sums, const T *q, const float *r, const W *w, flashmhf::Gate kind, flashmhf::Shape s) {
     const int64_t row = blockIdx.x * int64_t{blockDim.x} + threadIdx.x, head = row % s.heads;
     if (row >= s.length * s.heads) return;
-    double sum = eps;
+    const bool router = has_router(kind);
+    double sum = router_eps;
     for (int e = 0; e < s.subnets; ++e) {
         double p = 0;
-        if (w)
-            for (int i = 0; i < s.head_dim; ++i) p += double(float(q[row * s.head_dim + i])) * w[(head * s.head_dim + i) * s.subnets + e];
-        gate[row * s.subnets + e] = w ? 1 / (1 + exp(-p)) : r ? r[row * s.subnets + e] : 1.0;
+        if (router)
+            for (int i = 0; i < s.head_dim; ++i)
+                p += double(float(q[row * s.head_dim + i])) * double(float(w[(head * s.head_dim + i) * s.subnets + e]));
+        gate[row * s.subnets + e] = router ? 1 / (1 + exp(-p)) : gate_is_given(kind) ? r[row * s.subnets + e] : 1.0;
         sum += gate[row * s.subnets + e];
     }
-    sums[row] = w ? sum : 1.0;
+    sums[row] = router ? sum : 1.0;
     for (int e = 0; e < s.subnets; ++e) gate[row * s.subnets + e] /= sums[row];
 }
+
+// Random operands of a call. one_sign: U = K and V >= 0, so that the terms of an output's sum have one sign.
+template <typename T> struct Inputs {
+    flashmhf::Shape s;
+    flashmhf::Gate gate;
+    int64_t rows, inter;   // of Q; of K
+    float scale, scale_v;  // root mean square of K, U and W, and of V
+    Buffer<T> q, k, u, v;
+    Buffer<float> r, w;
+    Buffer<T> w16;
+
+    explicit Inputs(const Arguments &options, bool one_sign = false)
+        : s(shape_of(options)),
+          gate(gate_of(options.choice("gate", {"r", "ones", "w", "w16"}))),
+          rows(s.length * s.heads),
+          inter(s.weight_heads() * s.subnets * s.subnet_dim),
+          scale(1.f / std::sqrt(float(s.head_dim))),
+          scale_v(1.f / std::sqrt(float(s.subnets * s.subnet_dim))),
+          q(Buffer<T>::random(rows * s.head_dim, 1.f, 1)),
+          k(Buffer<T>::random(inter * s.head_dim, scale, 2)),
+          u(Buffer<T>::random(inter * s.head_dim, scale, one_sign ? 2 : 3)),
+          v(Buffer<T>::random(inter * s.head_dim, scale_v, 4, one_sign ? Values::positive : Values::normal)),
+          r(Buffer<float>::random(rows * s.subnets, 1.f, 5, Values::gate)),
+          w(Buffer<float>::random(int64_t{s.heads} * s.head_dim * s.subnets, scale, 6)),
+          w16(Buffer<T>::random(w.size(), scale, 6)) {}
+
+    // Of the call with these K, U and V.
+    flashmhf::Operands operands(const void *k, const void *u, const void *v) const {
+        const void *router = gate == flashmhf::Gate::w_half ? static_cast<const void *>(w16) : w;
+        return {.bf16 = std::is_same_v<T, __nv_bfloat16>,
+                .shape = s,
+                .q = dense(s, q, s.head_dim),
+                .k = k,
+                .u = u,
+                .v = v,
+                .gate = gate,
+                .r = dense(s, r, s.subnets),
+                .w = router,
+                .eps = router_eps,
+                .dense = {s.length, 1}};
+    }
+    void gates(double *values, double *sums) const {
+        const int64_t blocks = (rows + 127) / 128;
+        if (gate == flashmhf::Gate::w_half) gate_values<T, T><<<blocks, 128>>>(values, sums, q, r, w16, gate, s);
+        else gate_values<T, float><<<blocks, 128>>>(values, sums, q, r, w, gate, s);
+    }
+
+  private:
+    static flashmhf::Gate gate_of(const std::string &name) {
+        using flashmhf::Gate;
+        return name == "ones" ? Gate::ones : name == "w" ? Gate::w_float : name == "w16" ? Gate::w_half : Gate::r_float;
+    }
+};
+
 template <typename X> __global__ void gather_rows(double *out, const X *x, int64_t width, int64_t stride) {
     for (int64_t i = threadIdx.x; i < width; i += blockDim.x)
         out[blockIdx.x * width + i] = double(float(x[blockIdx.x * stride * width + i]));

@@ -65,7 +65,7 @@ template <typename T> int run(const Arguments &options) {
     if (!options.number("check")) return ok ? 0 : 1;
     const Buffer<double> expected(tokens * features);
     reference<T><<<dim3((features + 127) / 128, tokens), 128>>>(expected, x, w, static_cast<const T *>(params.bias), depth, features);
-    return report("out", expected.host(), rows_of(out, tokens, features, 1), bf16 ? 2.6e-3 : 3.5e-4) && ok ? 0 : 1;
+    return report("out", expected.host(), rows_of(out, tokens, features, 1), rounding_limit<T>) && ok ? 0 : 1;
 }
 
 }  // namespace
