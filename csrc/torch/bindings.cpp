@@ -30,6 +30,16 @@ template <typename... Args, std::optional<flashmhf::Tensor> (*op)(Args...)> stru
     }
 };
 
+// Schemas from the arguments in which the operators of a kind differ.
+#define FLASHMHF_LAYER(weights)                                                           \
+    "(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, " weights \
+    ", Tensor w, float eps, Tensor out_w,"                                                \
+    " Tensor? out_bias) -> Tensor"
+#define FLASHMHF_BACKWARD(gate)                                       \
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, " gate \
+    ", bool deterministic, bool needs_tokens, bool needs_weights)"    \
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
@@ -38,26 +48,12 @@ STABLE_TORCH_LIBRARY(flashmhf_hopper, m) {
     m.def("gated_forward(Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic) -> Tensor");
     m.def("fp8_forward(Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor? r, Tensor? w, float eps) -> Tensor");
     m.def("project(Tensor x, Tensor w, Tensor? bias) -> Tensor");
-    m.def(
-        "layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k, Tensor u, Tensor v,"
-        " Tensor w, float eps, Tensor out_w, Tensor? out_bias) -> Tensor?");
-    m.def(
-        "fp8_layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k8, Tensor u8, Tensor v8,"
-        " Tensor scales, Tensor w, float eps, Tensor out_w, Tensor? out_bias) -> Tensor?");
-    m.def(
-        "graph_layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k, Tensor u, Tensor v,"
-        " Tensor w, float eps, Tensor out_w, Tensor? out_bias) -> Tensor");
-    m.def(
-        "graph_fp8_layer(Tensor x, Tensor in_w, Tensor? in_bias, Tensor? q_norm, float q_norm_eps, Tensor k8, Tensor u8, Tensor v8,"
-        " Tensor scales, Tensor w, float eps, Tensor out_w, Tensor? out_bias) -> Tensor");
-    m.def(
-        "backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor? r, bool deterministic, bool needs_tokens, bool "
-        "needs_weights)"
-        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-    m.def(
-        "gated_backward(Tensor grad_out, Tensor q, Tensor k, Tensor u, Tensor v, Tensor w, float eps, bool deterministic, bool "
-        "needs_tokens,"
-        " bool needs_weights) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+    m.def("layer" FLASHMHF_LAYER("Tensor k, Tensor u, Tensor v") "?");
+    m.def("fp8_layer" FLASHMHF_LAYER("Tensor k8, Tensor u8, Tensor v8, Tensor scales") "?");
+    m.def("graph_layer" FLASHMHF_LAYER("Tensor k, Tensor u, Tensor v"));
+    m.def("graph_fp8_layer" FLASHMHF_LAYER("Tensor k8, Tensor u8, Tensor v8, Tensor scales"));
+    m.def("backward" FLASHMHF_BACKWARD("Tensor? r"));
+    m.def("gated_backward" FLASHMHF_BACKWARD("Tensor w, float eps"));
 }
 
 // An op without tensor arguments has no device to dispatch on.

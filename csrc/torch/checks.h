@@ -3,9 +3,11 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
@@ -95,40 +97,49 @@ template <typename HeadDims> ProblemSizes check_operands(const Tensor &q, const 
 // r: [..., H, E] with q's leading dimensions.
 inline void check_r(const Tensor &r, const Tensor &q, const ProblemSizes &sizes) {
     check_float32_or_type_of_q(r, "r", q);
-    bool same = r.dim() == q.dim() && r.size(r.dim() - 2) == sizes.heads && r.size(r.dim() - 1) == sizes.subnets;
-    for (int64_t i = 0; same && i < q.dim() - 2; ++i) same = r.size(i) == q.size(i);
-    STD_TORCH_CHECK(same, "r must be [..., H, E] with the leading dimensions of q; r is ", shape_of(r), " but q is ", shape_of(q));
+    std::vector<int64_t> shape(q.sizes().begin(), q.sizes().end());
+    shape.back() = sizes.subnets;
+    STD_TORCH_CHECK(has_shape(r, shape), "r must be [..., H, E] with the leading dimensions of q; r is ", shape_of(r), " but q is ",
+                    shape_of(q));
     STD_TORCH_CHECK(sizes.subnets == 1 || r.stride(r.dim() - 1) == 1, "the last dimension of r must be contiguous");
 }
 
 // w: [H, d_h, E], contiguous.
 inline void check_w(const Tensor &w, const Tensor &q, const ProblemSizes &sizes) {
     check_float32_or_type_of_q(w, "w", q);
-    STD_TORCH_CHECK(w.dim() == 3 && w.size(0) == sizes.heads && w.size(1) == sizes.head_dim && w.size(2) == sizes.subnets,
-                    "w must be [H, d_h, E] = [", sizes.heads, ", ", sizes.head_dim, ", ", sizes.subnets, "], is ", shape_of(w));
+    STD_TORCH_CHECK(has_shape(w, std::array{sizes.heads, sizes.head_dim, sizes.subnets}), "w must be [H, d_h, E] = [", sizes.heads, ", ",
+                    sizes.head_dim, ", ", sizes.subnets, "], is ", shape_of(w));
     STD_TORCH_CHECK(w.is_contiguous(), "w must be contiguous");
 }
 
-// The tokens of q (and of a tensor with the same leading dimensions) as batch sequences of length tokens, each with one stride.
+// The tokens of q as batch sequences of length tokens, and how q and tensors with its leading dimensions step through them.
 struct TokenAxes {
+    static constexpr int q = 0, r = 1, grad_out = 2, dense = 3, count = 4;  // dense: a dense [T], whose elements are tokens
+    struct Strides {
+        int64_t batch = 0, token = 0;  // in elements
+    };
     int64_t batch = 1, length = 1;
-    int64_t q_batch = 0, q_token = 0, other_batch = 0, other_token = 0;  // strides in elements
-    int64_t dense_batch = 0, dense_token = 0;                            // strides of a dense [T] in tokens
+    std::array<Strides, count> of{};
 };
 
-// Merges the leading dimensions of q and other as far as both allow; nothing when more than two axes remain.
-inline std::optional<TokenAxes> collapse(const Tensor &q, const Tensor &other) {
+// Merges the leading dimensions of q as far as it and the others, null for none, allow; nothing when more than two axes remain.
+inline std::optional<TokenAxes> collapse(const Tensor &q, const Tensor *r, const Tensor *grad_out = nullptr) {
     struct Axis {
-        int64_t size, q, other, dense;
+        int64_t size;
+        std::array<int64_t, TokenAxes::count> strides;
     } axes[2];
     int count = 0;
     int64_t dense = 1;
     for (int64_t i = q.dim() - 3; i >= 0; --i) {  // innermost first
-        const Axis axis{q.size(i), q.stride(i), other.stride(i), dense};
+        const Axis axis{q.size(i), {q.stride(i), (r ? *r : q).stride(i), (grad_out ? *grad_out : q).stride(i), dense}};
         dense *= axis.size;
         if (axis.size == 1) continue;
-        Axis *inner = count ? &axes[count - 1] : nullptr;
-        if (inner && axis.q == inner->size * inner->q && axis.other == inner->size * inner->other) inner->size *= axis.size;
+        auto merges = [&](const Axis &inner) {
+            for (int x = 0; x < TokenAxes::count; ++x)
+                if (axis.strides[x] != inner.size * inner.strides[x]) return false;
+            return true;
+        };
+        if (count && merges(axes[count - 1])) axes[count - 1].size *= axis.size;
         else if (count == 2) return std::nullopt;
         else axes[count++] = axis;
     }
@@ -136,38 +147,43 @@ inline std::optional<TokenAxes> collapse(const Tensor &q, const Tensor &other) {
     // Tiles of 64 tokens run along one axis: the one that wastes fewer of their rows.
     auto tiles = [&](int along) { return ceil_div(axes[along].size, tile_rows) * axes[1 - along].size; };
     const int along = count == 2 && tiles(1) < tiles(0) ? 1 : 0;
-    if (count > 0)
-        t.length = axes[along].size, t.q_token = axes[along].q, t.other_token = axes[along].other, t.dense_token = axes[along].dense;
-    if (count == 2) {
-        const Axis &outer = axes[1 - along];
-        t.batch = outer.size, t.q_batch = outer.q, t.other_batch = outer.other, t.dense_batch = outer.dense;
-    }
+    if (count > 0) t.length = axes[along].size;
+    if (count == 2) t.batch = axes[1 - along].size;
+    for (int x = 0; x < TokenAxes::count; ++x)
+        t.of[x] = {count == 2 ? axes[1 - along].strides[x] : 0, count > 0 ? axes[along].strides[x] : 0};
     return t;
 }
 
 // The token axes of q and, where given, R. An R with other axes than q's is copied to a contiguous tensor, which has every axis.
-inline TokenAxes token_axes(const Tensor &q, std::optional<Tensor> &r) {
-    std::optional<TokenAxes> axes = collapse(q, r ? *r : q);
+inline TokenAxes token_axes(const Tensor &q, std::optional<Tensor> &r, const Tensor *grad_out = nullptr) {
+    std::optional<TokenAxes> axes = collapse(q, r ? &*r : nullptr, grad_out);
     if (!axes && r) {
         *r = torch::stable::contiguous(*r);
-        axes = collapse(q, *r);
+        axes = collapse(q, &*r, grad_out);
     }
     STD_TORCH_CHECK(axes, "the leading dimensions of q do not collapse to one or two token strides");
     return *axes;
 }
 
-// Whether TMA can read x [..., H, d_h] through these token strides.
-inline bool readable(const Tensor &x, const TokenAxes &axes, int64_t batch_stride, int64_t token_stride) {
+// Whether TMA can read x [..., H, d_h] through these strides of its tokens.
+inline bool readable(const Tensor &x, const TokenAxes &axes, TokenAxes::Strides strides) {
     const int64_t head_axis = x.dim() - 2;
     return x.stride(head_axis + 1) == 1 && aligned(x.data_ptr()) && strided(x.size(head_axis), x.stride(head_axis), element_bytes) &&
-           strided(axes.length, token_stride, element_bytes) && strided(axes.batch, batch_stride, element_bytes);
+           strided(axes.length, strides.token, element_bytes) && strided(axes.batch, strides.batch, element_bytes);
+}
+inline void check_readable(const Tensor &q, const TokenAxes &axes) {
+    STD_TORCH_CHECK(readable(q, axes, axes.of[TokenAxes::q]),
+                    "q's last dimension must be contiguous, and its strides and storage offset positive multiples of 16 bytes");
+}
+inline TokenTensor token_tensor(const Tensor &x, TokenAxes::Strides strides) {
+    return {x.data_ptr(), strides.batch, strides.token, x.stride(x.dim() - 2)};
 }
 
 // A checked call's operands; `axes` are those of q and, where given, r. At most one of R and the router's W is given.
 inline Operands operands_of(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const std::optional<Tensor> &r,
                             const std::optional<Tensor> &w, double eps, const TokenAxes &axes, const ProblemSizes &sizes) {
     auto is_float = [](const Tensor &x) { return x.scalar_type() == ScalarType::Float; };
-    const int64_t head_axis = q.dim() - 2;
+    const TokenAxes::Strides &dense = axes.of[TokenAxes::dense];
     return {.bf16 = q.scalar_type() == ScalarType::BFloat16,
             .shape = {.batch = axes.batch,
                       .length = axes.length,
@@ -176,22 +192,17 @@ inline Operands operands_of(const Tensor &q, const Tensor &k, const Tensor &u, c
                       .subnets = static_cast<int>(sizes.subnets),
                       .subnet_dim = sizes.subnet_dim,
                       .group = static_cast<int>(sizes.group)},
-            .q = {q.data_ptr(), axes.q_batch, axes.q_token, q.stride(head_axis)},
+            .q = token_tensor(q, axes.of[TokenAxes::q]),
             .k = k.data_ptr(),
             .u = u.data_ptr(),
             .v = v.data_ptr(),
             .gate = w   ? (is_float(*w) ? Gate::w_float : Gate::w_half)
                     : r ? (is_float(*r) ? Gate::r_float : Gate::r_half)
                         : Gate::ones,
-            .r = r ? TokenTensor{r->data_ptr(), axes.other_batch, axes.other_token, r->stride(head_axis)} : TokenTensor{},
+            .r = r ? token_tensor(*r, axes.of[TokenAxes::r]) : TokenTensor{},
             .w = w ? w->data_ptr() : nullptr,
             .eps = static_cast<float>(eps),
-            .dense = {axes.dense_batch, axes.dense_token}};
-}
-
-inline void check_readable(const Tensor &q, const TokenAxes &axes) {
-    STD_TORCH_CHECK(readable(q, axes, axes.q_batch, axes.q_token),
-                    "q's last dimension must be contiguous, and its strides and storage offset positive multiples of 16 bytes");
+            .dense = {dense.batch, dense.token}};
 }
 
 // Rows that the kernels read where they lie: at any stride of whole 16 bytes.

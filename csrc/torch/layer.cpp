@@ -41,11 +41,12 @@ Tensor rows_of(const Tensor &x, int64_t d_model) {
 }
 
 void normalise(const Tensor &q, const Tensor &weight, double eps) {
-    QNormParams params{};
-    params.q = q.data_ptr(), params.weight = weight.data_ptr();
-    params.heads = static_cast<int>(weight.size(0)), params.rows = q.size(0) * params.heads;
-    params.eps = static_cast<float>(eps);
-    params.float_weight = weight.scalar_type() == ScalarType::Float;
+    const QNormParams params{.q = q.data_ptr(),
+                             .weight = weight.data_ptr(),
+                             .rows = q.size(0) * weight.size(0),
+                             .heads = static_cast<int>(weight.size(0)),
+                             .eps = static_cast<float>(eps),
+                             .float_weight = weight.scalar_type() == ScalarType::Float};
     auto launch = q.scalar_type() == ScalarType::BFloat16 ? launch_q_norm<true> : launch_q_norm<false>;
     check_cuda(launch(static_cast<int>(weight.size(1)), params, current_stream(q.get_device_index())));
 }

@@ -39,14 +39,14 @@ std::optional<Tensor> fp8_layer(const Tensor &x, const Tensor &in_w, const std::
                                 const Tensor &v8, const Tensor &scales, const Tensor &w, double eps, const Tensor &out_w,
                                 const std::optional<Tensor> &out_bias);
 
-// (dq, dk, du, dv, dr) of forward. What is not needed comes back as a tensor of shape [0]: dq and dr without needs_tokens, dk, du and dv
-// without needs_weights, dr without r. deterministic: bitwise equal from run to run (choose_kernels in backward/plan.h).
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u,
-                                                            const Tensor &v, const std::optional<Tensor> &r, bool deterministic,
-                                                            bool needs_tokens, bool needs_weights);
-// (dq, dk, du, dv, dw) of gated_forward; R is computed again. dw [H, d_h, E] in w's type comes with needs_weights.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u,
-                                                                  const Tensor &v, const Tensor &w, double eps, bool deterministic,
-                                                                  bool needs_tokens, bool needs_weights);
+// (dq, dk, du, dv, dr) of forward, or with dw in place of dr. What is not needed comes back as a tensor of shape [0]: dq and dr without
+// needs_tokens, dk, du, dv and dw without needs_weights, dr without r. deterministic: bitwise equal from run to run (choose_kernels in
+// backward/plan.cpp).
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+Gradients backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v,
+                   const std::optional<Tensor> &r, bool deterministic, bool needs_tokens, bool needs_weights);
+// Of gated_forward; R is computed again. dw [H, d_h, E] in w's type.
+Gradients gated_backward(const Tensor &grad_out, const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const Tensor &w,
+                         double eps, bool deterministic, bool needs_tokens, bool needs_weights);
 
 }  // namespace flashmhf
