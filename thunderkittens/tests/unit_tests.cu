@@ -1,5 +1,5 @@
 // Device tests of every tile operation that the kernels use. Prints one line per test; exits 1 if any failed.
-// The CMake target kittens_tests, or nvcc with -I../include -I../../csrc and ../../csrc/common/{tensor_map,driver}.cpp.
+// The CMake target kittens_tests, or nvcc with -I../include -I../../csrc and ../../csrc/common/driver.cpp.
 #include "common/driver.h"
 #include "common/tma.cuh"
 #include "harness/harness.cuh"
@@ -30,6 +30,7 @@ __host__ __device__ static float value(int i, int seed) {
 // Exact in e4m3; sums of 32 products are exact in fp16.
 __host__ __device__ static float small_value(int i, int seed) { return floorf(value(i, seed) * 4.f) / 4.f; }
 template <typename T> __device__ static T as(float x) { return base_types::convertor<T, float>::convert(x); }
+template <typename T> __device__ static float as_float(T x) { return base_types::convertor<float, T>::convert(x); }
 // An element of a tile at a multiple of 8 * swizzle_bytes, where offsets are swizzled as addresses are.
 template <shared_tile ST> __device__ static auto &at(ST &tile, int row, int column) {
     return tile.data[ST::idx(0u, {row, column}) / sizeof(typename ST::T)];
@@ -54,6 +55,11 @@ template <register_tile RT> __device__ static void dump(float *out, const RT &ti
 }
 
 static int failures = 0;
+template <typename... A> static std::string text(const char *format, const A &...args) {
+    char line[96];
+    std::snprintf(line, sizeof line, format, args...);
+    return line;
+}
 // Prints a line: whether no value is further than `limit` from what is expected of its index.
 static void compare(const std::string &name, const std::vector<float> &got, double limit, const std::function<double(int)> &expected) {
     double worst = 0;
@@ -92,7 +98,7 @@ static void test(const std::string &name, K kernel, dim3 grid, int threads, int 
 }
 template <typename T> static const char *name_of() { return sizeof(T) == 4 ? "fp32" : std::is_same_v<T, bf16> ? "bf16" : "fp16"; }
 
-static double product(double seed, int K, const std::function<double(int)> &term) {
+static double product(double seed, int K, const std::function<float(int)> &term) {  // terms are exact in fp32
     for (int k = 0; k < K; k++) seed += term(k);
     return seed;
 }
@@ -103,10 +109,8 @@ template <typename T, int N, int K, int form, bool registers, bool accumulate, i
 __global__ void product_kernel(float *out) {
     SharedMemory memory;
     constexpr bool ta = form == AtB, tb = form == ABt;
-    using A = st<T, ta ? K : 64, ta ? 64 : K, true, A_swizzle>;
-    using B = st<T, tb ? N : K, tb ? K : N, true, B_swizzle>;
-    A &a = memory.take<A>();
-    B &b = memory.take<B>();
+    auto &a = memory.take<st<T, ta ? K : 64, ta ? 64 : K, true, A_swizzle>>();
+    auto &b = memory.take<st<T, tb ? N : K, tb ? K : N, true, B_swizzle>>();
     fill(a, 1, ta);
     fill(b, 2, tb);
     ext::fence_shared_writes();
@@ -131,18 +135,17 @@ __global__ void product_kernel(float *out) {
 template <typename T, int N, int K, int form, bool registers = false, bool accumulate = true, int A_swizzle = 0, int B_swizzle = 0>
 static void test_product() {
     static const char *names[] = {"AB", "ABt", "AtB"};
-    char name[96];
-    std::snprintf(name, sizeof name, "%s_%s %s n%d k%d %s swizzle %d,%d", accumulate ? "mma" : "mm", names[form], name_of<T>(), N, K,
-                  registers ? "registers" : "shared", A_swizzle, B_swizzle);
-    test(name, product_kernel<T, N, K, form, registers, accumulate, A_swizzle, B_swizzle>, 1, 128, 64 * N, 1e-4, [](int i) {
-        return product(accumulate ? 3 : 0, K, [=](int k) { return (double)value((i / N) * K + k, 1) * value(k * N + i % N, 2); });
-    });
+    test(text("%s_%s %s n%d k%d %s swizzle %d,%d", accumulate ? "mma" : "mm", names[form], name_of<T>(), N, K,
+              registers ? "registers" : "shared", A_swizzle, B_swizzle),
+         product_kernel<T, N, K, form, registers, accumulate, A_swizzle, B_swizzle>, 1, 128, 64 * N, 1e-4,
+         [](int i) { return product(accumulate ? 3 : 0, K, [=](int k) { return value(i / N * K + k, 1) * value(k * N + i % N, 2); }); });
 }
 template <typename T> static void test_products() {
     test_product<T, 64, 64, AB>();
     test_product<T, 128, 128, ABt>();
     test_product<T, 128, 64, AtB>();
     test_product<T, 128, 128, AB, true>();
+    test_product<T, 128, 128, AB, true, false>();
     test_product<T, 128, 128, ABt, true>();
     test_product<T, 128, 128, ABt, true, false>();
     test_product<T, 64, 128, ABt, false, false>();
@@ -199,13 +202,11 @@ template <typename T, typename R, int rows, int cols, int swizzle> __global__ vo
     warpgroup::load(r, a);
     warpgroup::store(b, r);
     __syncthreads();
-    for (int i = threadIdx.x; i < rows * cols; i += blockDim.x)
-        out[i] = base_types::convertor<float, T>::convert(at(b, i / cols, i % cols));
+    for (int i = threadIdx.x; i < rows * cols; i += blockDim.x) out[i] = as_float(at(b, i / cols, i % cols));
 }
 template <typename T, typename R, int rows, int cols, int swizzle = 0> static void test_copy() {
-    char name[96];
-    std::snprintf(name, sizeof name, "load+store %s tile %dx%d through %s swizzle %d", name_of<T>(), rows, cols, name_of<R>(), swizzle);
-    test(name, copy_kernel<T, R, rows, cols, swizzle>, 1, 128, rows * cols, 0, [](int i) { return value(i, 1); });
+    test(text("load+store %s tile %dx%d through %s swizzle %d", name_of<T>(), rows, cols, name_of<R>(), swizzle),
+         copy_kernel<T, R, rows, cols, swizzle>, 1, 128, rows * cols, 0, [](int i) { return value(i, 1); });
 }
 __global__ void fragment_kernel(float *out) {  // the register order of a loaded tile, and of the transposed matrices of ldmatrix
     SharedMemory memory;
@@ -259,9 +260,8 @@ template <int N> __global__ void e4m3_kernel(float *out) {
     }
 }
 template <int N> static void test_e4m3() {
-    test("mma_ABt e4m3 n" + std::to_string(N), e4m3_kernel<N>, 1, 128, 64 * N, 0, [](int i) {
-        return product(1, 32, [=](int k) { return (double)small_value(i / N * 32 + k, 1) * small_value(i % N * 32 + k, 2); });
-    });
+    test("mma_ABt e4m3 n" + std::to_string(N), e4m3_kernel<N>, 1, 128, 64 * N, 0,
+         [](int i) { return product(1, 32, [=](int k) { return small_value(i / N * 32 + k, 1) * small_value(i % N * 32 + k, 2); }); });
 }
 
 // ---- synchronisation and copies
@@ -290,12 +290,12 @@ __global__ void semaphore_kernel(float *in, float *out) {  // producer warp -> c
         }
     }
     if (warpid() < 2) arrive_and_wait(barrier<2>(1));
-    else if (warpid() == 2) {
-        if (!try_wait(full, 1)) out[0] = NAN;
-    }
+    if (warpid() == 2 && !try_wait(full, 1)) out[0] = NAN;
 }
+// Loads a tile from `in`, then from `out`, where it has been stored.
 template <typename T, int rows, int cols, int swizzle>
-__global__ void tensor_kernel(const __grid_constant__ CUtensorMap in, const __grid_constant__ CUtensorMap out, float *check) {
+__global__ void tensor_kernel(const __grid_constant__ CUtensorMap in, const __grid_constant__ CUtensorMap out, const T *stored,
+                              float *check) {
     SharedMemory memory;
     using ST = st<T, rows, cols, true, swizzle>;
     ST &tile = memory.take<ST>();
@@ -307,16 +307,16 @@ __global__ void tensor_kernel(const __grid_constant__ CUtensorMap in, const __gr
         kittens::tma::expect_bytes(full, sizeof(ST));
         for (int c = 0; c < cols; c += panel)
             ext::load_async(&tile.data[c * rows], &in, int2{c, 8}, full);  // the last 8 rows are out of bounds: zeros
-    }
-    __syncthreads();
-    wait(full, 0);
-    for (int i = threadIdx.x; i < rows * cols; i += blockDim.x)
-        check[i] = base_types::convertor<float, T>::convert(at(tile, i / cols, i % cols));
-    __syncthreads();
-    if (threadIdx.x == 0) {
+        wait(full, 0);
         for (int c = 0; c < cols; c += panel) ext::store_async(&out, &tile.data[c * rows], int4{c, 0, 0, 0});
         kittens::tma::store_commit_group();
         kittens::tma::store_async_wait();
+    }
+    __syncthreads();
+    wait(full, 0);
+    for (int i = threadIdx.x; i < rows * cols; i += blockDim.x) {
+        check[i] = as_float(at(tile, i / cols, i % cols));
+        check[rows * cols + i] = as_float(stored[i]);
     }
 }
 __global__ void reduce_kernel(float *sum) {
@@ -356,16 +356,6 @@ __global__ void __cluster_dims__(2, 1, 1)
     }
     flashmhf::cluster_sync();
 }
-__global__ void __launch_bounds__(384, 1) roles_kernel(float *out) {  // register budgets of specialised warpgroups
-    if (warpgroupid() == 0) {
-        warpgroup::decrease_registers<24>();
-        out[threadIdx.x] = 1.f;
-    } else {
-        warpgroup::increase_registers<240>();
-        out[threadIdx.x] = 2.f;
-    }
-}
-
 // Of a dense [rows, cols] in 16 bits: one box of all rows and a panel of columns. As four axes, two of them of one element, or as two.
 template <typename T> static CUtensorMap map_of(void *p, int64_t cols, int64_t rows, int swizzle, bool four_axes = false) {
     const auto type = flashmhf::map_type(std::is_same_v<T, bf16>);
@@ -377,28 +367,20 @@ template <typename T> __global__ void fill_global(T *p, int n, int seed) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) p[i] = as<T>(value(i, seed));
 }
 template <typename T, int rows, int cols, int swizzle> static void test_tensor_map() {
-    Buffer in(rows * cols), out(rows * cols), loaded(rows * cols);
-    fill_global<<<1, 256>>>((T *)(float *)in, rows * cols, 1);
-    const CUtensorMap from = map_of<T>(in, cols, rows, swizzle), to = map_of<T>(out, cols, rows, swizzle, true);
-    launch(tensor_kernel<T, rows, cols, swizzle>, 1, 128, from, to, loaded);
-    auto expected = [](int i) { return i / cols + 8 < rows ? (double)value(i + 8 * cols, 1) : 0.; };
-    char name[96];
-    std::snprintf(name, sizeof name, "tensor map load %s %dx%d swizzle %d", name_of<T>(), rows, cols, swizzle);
-    compare(name, loaded.host(), 0, expected);
-    std::vector<T> stored(rows * cols);
-    check(cudaMemcpy(stored.data(), out, rows * cols * 2, cudaMemcpyDeviceToHost));
-    std::vector<float> values(rows * cols);
-    for (int i = 0; i < rows * cols; i++) values[i] = (float)stored[i];
-    std::snprintf(name, sizeof name, "tensor map store %s %dx%d swizzle %d", name_of<T>(), rows, cols, swizzle);
-    compare(name, values, 0, expected);
+    constexpr int size = rows * cols;
+    const harness::Buffer<T> in(size), out(size);
+    fill_global<<<1, 256>>>((T *)in, size, 1);
+    test(
+        text("tensor map load, store %s %dx%d swizzle %d", name_of<T>(), rows, cols, swizzle), tensor_kernel<T, rows, cols, swizzle>, 1,
+        128, 2 * size, 0, [](int i) { return i % size / cols + 8 < rows ? value(i % size + 8 * cols, 1) : 0.f; },
+        map_of<T>(in, cols, rows, swizzle), map_of<T>(out, cols, rows, swizzle, true), (const T *)out);
 }
 
 static int run() {
     test_products<bf16>();
     test_products<half>();
-    test("two products in flight", pipelined_kernel, 1, 128, 2 * 4096, 1e-4, [](int i) {
-        return product(0, 128, [=](int k) { return (double)value(i % 4096 / 64 * 128 + k, 1) * value(k * 64 + i % 64, 2); });
-    });
+    test("two products in flight", pipelined_kernel, 1, 128, 2 * 4096, 1e-4,
+         [](int i) { return product(0, 128, [=](int k) { return value(i % 4096 / 64 * 128 + k, 1) * value(k * 64 + i % 64, 2); }); });
     test_copy<bf16, bf16, 64, 64>();
     test_copy<bf16, float, 64, 128>();
     test_copy<half, half, 64, 96>();
@@ -425,7 +407,6 @@ static int run() {
     test(
         "cluster multicast, remote arrive", cluster_kernel, 2, 128, 2 * 8192, 0, [](int i) { return value(i % 8192, 1); },
         map_of<bf16>(in, 128, 64, 128, true));
-    test("register budgets of roles", roles_kernel, 1, 384, 384, 0, [](int i) { return i < 128 ? 1. : 2.; });
     std::printf("%d failed\n", failures);
     return failures != 0;
 }
