@@ -14,6 +14,8 @@ using namespace py::literals;
 
 namespace {
 
+using namespace flashmhf;
+
 // Shared memory and registers of an instance; `which`: what tells it from others of the head dimension.
 template <typename P, typename... Which> py::dict policy(int head_dim, Which &&...which) {
     return py::dict("head_dim"_a = head_dim, "shared_memory"_a = P::shared_memory, "launch_registers"_a = P::launch_registers,
@@ -21,7 +23,6 @@ template <typename P, typename... Which> py::dict policy(int head_dim, Which &&.
 }
 // Of every kernel whose warpgroups trade registers.
 py::list policies() {
-    using namespace flashmhf;
     py::list all;
     ForwardHeadDims::each([&]<int d_h>() { all.append(policy<ForwardPolicy<d_h>>(d_h, "kernel"_a = "forward")); });
     ForwardFp8HeadDims::each([&]<int d_h>() {
@@ -39,108 +40,104 @@ py::list policies() {
     return all;
 }
 
-using Clusters = std::array<int, flashmhf::max_slices>;
+using Clusters = std::array<int, max_slices>;
 constexpr Clusters h200_clusters{132, 66, 39, 30, 22, 17, 15, 15};
 
-py::dict plan_forward(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool fp8,
+py::dict forward_plan(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool fp8,
                       const Clusters &clusters, int group, bool may_bundle, int large_clusters) {
-    const flashmhf::Shape shape{batch, length, heads, head_dim, subnets, subnet_dim, group};
-    const flashmhf::Device device{clusters, large_clusters};
-    const auto format = fp8 ? flashmhf::WeightFormat::e4m3 : flashmhf::WeightFormat::same;
-    const flashmhf::ForwardPlan plan = flashmhf::plan_forward(shape, device, format, may_bundle && !fp8);
-    const flashmhf::ForwardSchedule &s = plan.schedule;
+    const Shape shape{batch, length, heads, head_dim, subnets, subnet_dim, group};
+    const Device device{clusters, large_clusters};
+    const auto format = fp8 ? WeightFormat::e4m3 : WeightFormat::same;
+    const ForwardPlan plan = plan_forward(shape, device, format, may_bundle && !fp8);
+    const ForwardSchedule &s = plan.schedule;
     py::list work;
-    for (const auto &w : flashmhf::enumerate_work(s))
+    for (const auto &w : enumerate_work(s))
         work.append(py::make_tuple(w.cluster * s.abreast + w.block, w.slice, w.work.item, w.work.begin, w.work.end, w.work.part));
-    py::list owners;  // of the items after the whole waves: first and last cluster
-    for (int i = 0; i < s.rest; ++i)
-        for (int block = 0; block < s.abreast; ++block)
-            owners.append(py::make_tuple(s.first_owner(i) * s.abreast + block, s.last_owner(i) * s.abreast + block));
-    py::list adds;  // the one of these items that a cluster adds up, or -1
+    py::list owners, adds;  // of the items after the whole waves: first and last cluster; the one of them that a cluster adds up, or -1
+    for (int i = 0; i < s.rest * s.abreast; ++i)
+        owners.append(py::make_tuple(s.first_owner(i / s.abreast) * s.abreast + i % s.abreast,
+                                     s.last_owner(i / s.abreast) * s.abreast + i % s.abreast));
     for (int cluster = 0; cluster < s.clusters * s.abreast; ++cluster) {
         const int index = s.adds_parts ? s.adds_item(cluster / s.abreast) : -1;
         adds.append(index < 0 ? -1 : index * s.abreast + cluster % s.abreast);
     }
-    return py::dict(
-        "cluster_size"_a = plan.cluster_size, "row_ctas"_a = plan.row_ctas, "slices"_a = s.slices, "slice_pieces"_a = plan.slices.pieces,
-        "spare_pieces"_a = plan.slices.spare_pieces, "late_successor"_a = plan.slices.late_successor, "consumers"_a = plan.consumers,
-        "bundle"_a = plan.bundle, "row_tiles"_a = plan.row_tiles, "blocks"_a = plan.blocks, "subnet_tiles"_a = plan.subnet_tiles,
-        "inter_tiles"_a = s.inter_tiles, "clusters"_a = s.clusters * s.abreast, "waves"_a = s.waves, "abreast"_a = s.abreast,
-        "rest"_a = s.rest * s.abreast, "splits"_a = s.splits * s.abreast, "partials"_a = plan.partials, "flags"_a = plan.flags,
-        "workspace"_a = plan.workspace(), "shared_memory"_a = plan.shared_memory, "work"_a = work, "owners"_a = owners, "adds"_a = adds,
-        "candidates"_a = flashmhf::list_candidates(shape, device, format, may_bundle && !fp8, flashmhf::forward_costs(format)));
+    return py::dict("cluster_size"_a = plan.cluster_size, "row_ctas"_a = plan.row_ctas, "slices"_a = s.slices,
+                    "slice_pieces"_a = plan.slices.pieces, "spare_pieces"_a = plan.slices.spare_pieces, "consumers"_a = plan.consumers,
+                    "bundle"_a = plan.bundle, "row_tiles"_a = plan.row_tiles, "blocks"_a = plan.blocks,
+                    "subnet_tiles"_a = plan.subnet_tiles, "inter_tiles"_a = s.inter_tiles, "clusters"_a = s.clusters * s.abreast,
+                    "waves"_a = s.waves, "abreast"_a = s.abreast, "rest"_a = s.rest * s.abreast, "splits"_a = s.splits * s.abreast,
+                    "partials"_a = plan.partials, "flags"_a = plan.flags, "workspace"_a = plan.workspace(),
+                    "shared_memory"_a = plan.shared_memory, "work"_a = work, "owners"_a = owners, "adds"_a = adds,
+                    "candidates"_a = list_candidates(shape, device, format, may_bundle && !fp8, forward_costs(format)));
 }
 
-py::dict plan_backward(int64_t batch, int64_t length, int heads, int subnets, int64_t subnet_dim, const Clusters &clusters, int group) {
-    const flashmhf::HeadGroupPlan plan = flashmhf::plan_head_group({batch, length, heads, 128, subnets, subnet_dim, group}, {clusters});
+py::dict head_group_plan(int64_t batch, int64_t length, int heads, int subnets, int64_t subnet_dim, const Clusters &clusters, int group) {
+    const HeadGroupPlan plan = plan_head_group({batch, length, heads, 128, subnets, subnet_dim, group}, {clusters});
     py::list work;  // (item, first tile, last tile) of every CTA of an inter-stationary kernel
     const int tiles = static_cast<int>(batch) * group * plan.row_tiles;
     for (int block = 0; block < plan.inter_blocks(); ++block) {
-        const flashmhf::TokenRange range = flashmhf::token_range(block, plan.items, plan.whole, plan.parts, tiles);
+        const TokenRange range = token_range(block, plan.items, plan.whole, plan.parts, tiles);
         work.append(py::make_tuple(range.item, range.begin, range.end));
     }
     return py::dict("row_tiles"_a = plan.row_tiles, "subnet_tiles"_a = plan.subnet_tiles, "items"_a = plan.items, "whole"_a = plan.whole,
-                    "parts"_a = plan.parts, "token_blocks"_a = plan.token_blocks, "token_parts"_a = plan.token_parts,
-                    "inter_time"_a = plan.inter_time, "may_pair"_a = plan.may_pair, "work"_a = work);
+                    "parts"_a = plan.parts, "token_parts"_a = plan.token_parts, "may_pair"_a = plan.may_pair, "work"_a = work);
 }
 
 // Where each buffer begins, or None.
-py::dict workspace(const flashmhf::BackwardWorkspace &w) {
-    auto place = [](int64_t begin) { return begin == flashmhf::BackwardWorkspace::none ? py::object(py::none()) : py::int_(begin); };
-    return py::dict("query"_a = place(w.query), "dr_sums"_a = place(w.dr_sums), "query_added"_a = place(w.query_added),
-                    "dr_added"_a = place(w.dr_added), "weight_parts"_a = place(w.weight_parts), "r"_a = place(w.r),
-                    "scale"_a = place(w.scale), "dr"_a = place(w.dr), "dw_parts"_a = place(w.dw_parts), "sums_floats"_a = w.sums_floats,
-                    "floats"_a = w.floats);
+py::dict workspace(const BackwardWorkspace &w) {
+    py::dict all("sums_floats"_a = w.sums_floats, "floats"_a = w.floats);
+    const std::pair<const char *, int64_t> places[] = {{"query", w.query},
+                                                       {"dr_sums", w.dr_sums},
+                                                       {"query_added", w.query_added},
+                                                       {"dr_added", w.dr_added},
+                                                       {"weight_parts", w.weight_parts},
+                                                       {"r", w.r},
+                                                       {"scale", w.scale},
+                                                       {"dr", w.dr},
+                                                       {"dw_parts", w.dw_parts}};
+    for (const auto &[name, begin] : places) all[name] = begin == BackwardWorkspace::none ? py::object(py::none()) : py::int_(begin);
+    return all;
 }
 
-py::dict plan_head_groups(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool tokens,
-                          bool weights, bool gate, bool router, bool deterministic, const Clusters &clusters, int group) {
-    const flashmhf::BackwardTask task{tokens, weights, gate || router, router, deterministic};
-    const flashmhf::BackwardPlan plan =
-        flashmhf::plan_backward({batch, length, heads, head_dim, subnets, subnet_dim, group}, task, {clusters});
+py::dict head_groups(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool tokens, bool weights,
+                     bool gate, bool router, bool deterministic, const Clusters &clusters, int group) {
+    const BackwardTask task{tokens, weights, gate || router, router, deterministic};
+    const BackwardPlan plan = plan_backward({batch, length, heads, head_dim, subnets, subnet_dim, group}, task, {clusters});
     py::list sizes, workspaces;
     for (int i = 0; i < plan.groups.count; ++i) {
         sizes.append(py::make_tuple(plan.groups.begin(i), plan.groups.begin(i) + plan.groups.size(i)));
         workspaces.append(workspace(plan.workspaces[i]));
     }
-    return py::dict("heads"_a = sizes, "workspaces"_a = workspaces, "ordered"_a = plan.kernels == flashmhf::Kernels::ordered,
-                    "fused"_a = plan.kernels != flashmhf::Kernels::pair, "workspace"_a = plan.workspace(),
-                    "time_us"_a = plan.time * flashmhf::BackwardCostModel{}.tile_us * head_dim);
+    return py::dict("heads"_a = sizes, "workspaces"_a = workspaces, "ordered"_a = plan.kernels == Kernels::ordered,
+                    "fused"_a = plan.kernels != Kernels::pair, "workspace"_a = plan.workspace(),
+                    "time_us"_a = plan.time * BackwardCostModel{}.tile_us * head_dim);
+}
+
+py::dict plan_of_projection(int64_t tokens, int64_t features, const Clusters &clusters) {
+    const ProjectPlan plan = plan_project(tokens, features, {clusters});
+    return py::dict("warpgroups"_a = plan.warpgroups, "max_tokens"_a = plan.max_tokens, "cluster"_a = plan.cluster,
+                    "blocks"_a = plan.blocks, "block_tokens"_a = plan.block_tokens, "box_tokens"_a = plan.box_tokens);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_plan, m) {
     m.doc() = "The launch planner of the Hopper kernels.";
-    m.def("plan_backward", &plan_backward, "batch"_a, "length"_a, "heads"_a, "subnets"_a, "subnet_dim"_a, "clusters"_a = h200_clusters,
-          "group"_a = 1,
-          "The backward launch for batch x length tokens: sizes, and the token tiles (item, begin, end) of every CTA of an "
-          "inter-stationary kernel.\n\n"
-          "Raises ValueError for shapes beyond the kernels' index range.");
-    m.def("plan_head_groups", &plan_head_groups, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a,
-          "tokens"_a = true, "weights"_a = true, "gate"_a = false, "router"_a = false, "deterministic"_a = false,
-          "clusters"_a = h200_clusters, "group"_a = 1,
-          "The groups of heads (begin, end) that a backward call launches one after the other, whether sums are added in order, and the "
-          "fp32\n"
-          "workspace of each launch: where its buffers begin, in floats, or None.");
-    m.def("plan_forward", &plan_forward, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a, "fp8"_a = false,
+    m.def(
+        "plan_backward", &head_group_plan, "batch"_a, "length"_a, "heads"_a, "subnets"_a, "subnet_dim"_a, "clusters"_a = h200_clusters,
+        "group"_a = 1,
+        "The backward launch for batch x length tokens: sizes, and the token tiles (item, begin, end) of every CTA of an inter-stationary\n"
+        "kernel. Raises ValueError for shapes beyond the kernels' index range.");
+    m.def("plan_head_groups", &head_groups, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a, "tokens"_a = true,
+          "weights"_a = true, "gate"_a = false, "router"_a = false, "deterministic"_a = false, "clusters"_a = h200_clusters, "group"_a = 1,
+          "The groups of heads (begin, end) that a backward call launches one after the other, whether sums are added in order, and the\n"
+          "fp32 workspace of each launch: where its buffers begin, in floats, or None.");
+    m.def("plan_forward", &forward_plan, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a, "fp8"_a = false,
           "clusters"_a = h200_clusters, "group"_a = 1, "may_bundle"_a = true, "large_clusters"_a = 0,
           "The forward launch for batch x length tokens on a device that runs so many clusters of 1, 2, ... 8 CTAs at once: sizes, the\n"
           "work (cluster, slice, item, begin, end, part) of every CTA that has an inter range of its own, and the ways to launch that the\n"
           "planner compares, with their times in microseconds, as text; * is the one it takes.\n\n"
           "Raises ValueError for a head dimension without a kernel and for shapes beyond the kernel's index range.");
-    m.def(
-        "plan_project",
-        [](int64_t tokens, int64_t features, const Clusters &clusters) {
-            const flashmhf::Device device{clusters};
-            const flashmhf::ProjectPlan plan = flashmhf::plan_project(tokens, features, device);
-            return py::dict("warpgroups"_a = plan.warpgroups, "max_tokens"_a = plan.max_tokens, "cluster"_a = plan.cluster,
-                            "blocks"_a = plan.blocks, "block_tokens"_a = plan.block_tokens, "box_tokens"_a = plan.box_tokens);
-        },
-        "tokens"_a, "features"_a, "clusters"_a = h200_clusters);
-    m.def(
-        "projects_faster",
-        [](int64_t tokens, int64_t features, const Clusters &clusters) { return flashmhf::projects_faster(tokens, features, {clusters}); },
-        "tokens"_a, "features"_a, "clusters"_a = h200_clusters, "Whether the kernel is taken in place of cuBLAS.");
+    m.def("plan_project", &plan_of_projection, "tokens"_a, "features"_a, "clusters"_a = h200_clusters);
     m.def("policies", &policies, "Shared memory and registers at launch of the main kernels.");
 }

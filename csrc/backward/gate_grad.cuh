@@ -1,9 +1,7 @@
 // The router in the backward, second part: the gradient dP of P = Q W goes into dW and, with the fp32 tiles of dQ, into dq.
 #pragma once
 
-#include "backward/params.h"
-#include "backward/policy.h"
-#include "backward/router_tile.cuh"
+#include "backward/gate_rows.cuh"
 #include "backward/rows.cuh"
 #include "backward/swiglu_grad.cuh"
 #include "common/ptx.cuh"

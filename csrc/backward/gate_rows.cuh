@@ -3,12 +3,26 @@
 
 #include "backward/params.h"
 #include "backward/policy.h"
-#include "backward/router_tile.cuh"
 #include "backward/swiglu_grad.cuh"
 #include "common/ptx.cuh"
 #include "common/real.cuh"
+#include "common/token_tile.cuh"
 
 namespace flashmhf {
+
+// A row tile in q (strided) and in the dense [T, H, ...] tensors.
+struct RouterTile : TokenTile {
+    int rows;  // that hold a token
+    __device__ __forceinline__ RouterTile(const RouterParams &g, int index)
+        : TokenTile(index, g.row_tiles),
+          rows(static_cast<int>(min(static_cast<int64_t>(tile_rows), g.length - token()))) {}
+    __device__ __forceinline__ int64_t q_offset(const RouterParams &g, int head, int row) const {
+        return sequence * g.q.batch_stride + (token() + row) * g.q.token_stride + head * g.q.head_stride;
+    }
+    __device__ __forceinline__ int64_t dense_row(const RouterParams &g, int head, int row) const {
+        return g.dense.index(sequence, token() + row) * g.heads + head;
+    }
+};
 
 // Writes R and 1 / (sum + eps), and clears the sums that the main kernels add to. A CTA of four warps takes every gridDim.x-th tile of a
 // head; a warp multiplies its 16 rows by W with mma.sync. Thread t of a quad holds d_h = 32 i + 8 t .. + 7 of Q: any order is right that W

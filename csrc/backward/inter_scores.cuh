@@ -213,7 +213,7 @@ __device__ __forceinline__ void scores_and_query_grads(Shared &shared, const Int
             else warpgroup::mma_async_wait<0>();
             pin(dq[c]);
             wait(shared.staged_empty[slot][c], phase ^ (slot == 0));  // of the tile before, which the other warpgroup has staged
-            each_fragment(dq[c], [&](int j, float4 v) { move<float4>::sts(staged + 2048 * (j + c * columns / 8), v); });
+            each_fragment(dq[c], [&](int j, float4 v) { tma::store(staged + 2048 * (j + c * columns / 8), bits_of(v)); });
             tma::fence_shared_writes();
             __syncwarp();
             if (leader) arrive(shared.staged_full[c]);

@@ -22,27 +22,24 @@ template <int d_h, int outputs, typename T> cudaError_t launch_inter(const HeadG
                            P::shared_memory, stream, l.group_maps, l.group_params);
 }
 
-template <int d_h, typename T>
-cudaError_t collect(const HeadGroupLaunch &l, int tiles, int outputs, const CollectParams &c, cudaStream_t stream) {
+template <int d_h, typename T> cudaError_t collect(int tiles, int outputs, const CollectParams &c, cudaStream_t stream) {
     return launch_kernel(true, flashmhf_backward_collect<d_h, T>, dim3(tiles, d_h / collect_columns<d_h>, outputs), row_tile_threads, 0,
                          stream, c);
 }
 
 // dQ tiles, numbered head by head, to [T, H, d_h].
-template <int d_h, typename T> cudaError_t collect_query(const HeadGroupLaunch &l, const float *tiles, int parts, cudaStream_t stream) {
-    const BackwardParams &p = l.params;
-    CollectParams c{};
-    c.tiles = tiles;
-    c.parts = parts;
-    c.part_stride = tile_rows * d_h;
-    c.band_tiles = p.row_tiles;
-    c.band_rows = p.length;
-    c.inner_bands = p.batch;
-    c.outer_step = 1;
-    c.inner_step = p.dense.batch * p.dq_heads;
-    c.row_step = p.dense.token * p.dq_heads;
-    c.out[0] = p.dq;
-    return collect<d_h, T>(l, p.heads * p.batch * p.row_tiles, 1, c, stream);
+template <int d_h, typename T> cudaError_t collect_query(const BackwardParams &p, const float *tiles, int parts, cudaStream_t stream) {
+    const CollectParams c{.tiles = tiles,
+                          .parts = parts,
+                          .part_stride = tile_rows * d_h,
+                          .band_tiles = p.row_tiles,
+                          .band_rows = p.length,
+                          .inner_bands = p.batch,
+                          .outer_step = 1,
+                          .inner_step = p.dense.batch * p.dq_heads,
+                          .row_step = p.dense.token * p.dq_heads,
+                          .out = {p.dq}};
+    return collect<d_h, T>(p.heads * p.batch * p.row_tiles, 1, c, stream);
 }
 
 // Parts of the split items to the weight gradients.
@@ -50,26 +47,23 @@ template <int d_h, typename T> cudaError_t collect_weights(const HeadGroupLaunch
     const BackwardParams &p = l.params;
     const int split = l.plan.items - l.plan.whole;
     if (split == 0) return cudaSuccess;
-    CollectParams c{};
-    c.tiles = p.weight_parts;
-    c.parts = p.parts;
-    c.part_stride = 3 * tile_inter * d_h;
-    c.first_tile = l.plan.whole;
-    c.band_tiles = p.subnet_tiles;
-    c.band_rows = p.subnet_dim;
-    c.inner_bands = 1;
-    c.outer_step = p.subnet_dim;
-    c.row_step = 1;
-    c.out[0] = p.dk;
-    c.out[1] = p.du;
-    c.out[2] = p.dv;
-    c.out_step = tile_inter * d_h;
-    return collect<d_h, T>(l, split, 3, c, stream);
+    const CollectParams c{.tiles = p.weight_parts,
+                          .parts = p.parts,
+                          .part_stride = 3 * tile_inter * d_h,
+                          .first_tile = l.plan.whole,
+                          .band_tiles = p.subnet_tiles,
+                          .band_rows = p.subnet_dim,
+                          .inner_bands = 1,
+                          .outer_step = p.subnet_dim,
+                          .row_step = 1,
+                          .out = {p.dk, p.du, p.dv},
+                          .out_step = tile_inter * d_h};
+    return collect<d_h, T>(split, 3, c, stream);
 }
 
 // dq from the fp32 tiles of dQ, and dW of the router where there is one; dR is complete.
 template <int d_h, typename T> cudaError_t finish_query(const HeadGroupLaunch &l, const float *tiles, int parts, cudaStream_t stream) {
-    if (!l.router.w) return l.params.dq && tiles ? collect_query<d_h, T>(l, tiles, parts, stream) : cudaSuccess;
+    if (!l.router.w) return l.params.dq && tiles ? collect_query<d_h, T>(l.params, tiles, parts, stream) : cudaSuccess;
     RouterParams g = l.router;
     g.query_tiles = tiles;
     g.query_parts = parts;

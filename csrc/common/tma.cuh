@@ -33,20 +33,19 @@ __device__ __forceinline__ uint64_t evict_first() {
     asm volatile("cp.async.bulk.tensor." instruction " [%0], [%1, " operands ";" ::"r"(shared_address(dst)), "l"(map), \
                  "r"(shared_address(&sem)), __VA_ARGS__                                                                \
                  : "memory")
+// The same with the policy as `policy`, the operand behind the others, where `evict` says so.
+#define FLASHMHF_HINTED_COPY(instruction, operands, policy, ...)                                                                    \
+    if (evict == Evict::first) FLASHMHF_COPY(instruction ".L2::cache_hint", operands ", " policy, __VA_ARGS__, "l"(evict_first())); \
+    else FLASHMHF_COPY(instruction, operands, __VA_ARGS__)
 #define FLASHMHF_TO_SHARED ".shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 // Into this CTA.
 __device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int2 c, kittens::semaphore &sem,
                                            Evict evict = Evict::normal) {
-    if (evict == Evict::first)
-        FLASHMHF_COPY("2d" FLASHMHF_TO_SHARED ".L2::cache_hint", "{%3, %4}], [%2], %5", "r"(c.x), "r"(c.y), "l"(evict_first()));
-    else FLASHMHF_COPY("2d" FLASHMHF_TO_SHARED, "{%3, %4}], [%2]", "r"(c.x), "r"(c.y));
+    FLASHMHF_HINTED_COPY("2d" FLASHMHF_TO_SHARED, "{%3, %4}], [%2]", "%5", "r"(c.x), "r"(c.y));
 }
 __device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int3 c, kittens::semaphore &sem,
                                            Evict evict = Evict::normal) {
-    if (evict == Evict::first)
-        FLASHMHF_COPY("3d" FLASHMHF_TO_SHARED ".L2::cache_hint", "{%3, %4, %5}], [%2], %6", "r"(c.x), "r"(c.y), "r"(c.z),
-                      "l"(evict_first()));
-    else FLASHMHF_COPY("3d" FLASHMHF_TO_SHARED, "{%3, %4, %5}], [%2]", "r"(c.x), "r"(c.y), "r"(c.z));
+    FLASHMHF_HINTED_COPY("3d" FLASHMHF_TO_SHARED, "{%3, %4, %5}], [%2]", "%6", "r"(c.x), "r"(c.y), "r"(c.z));
 }
 __device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, int4 c, kittens::semaphore &sem) {
     FLASHMHF_COPY("4d" FLASHMHF_TO_SHARED, "{%3, %4, %5, %6}], [%2]", "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w));
@@ -54,18 +53,15 @@ __device__ __forceinline__ void load_async(void *dst, const CUtensorMap *map, in
 // Into the CTAs of cta_mask, same offset in each, data and semaphore alike.
 __device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, int3 c, kittens::semaphore &sem, uint16_t cta_mask,
                                                 Evict evict = Evict::normal) {
-    if (evict == Evict::first)
-        FLASHMHF_COPY("3d" FLASHMHF_TO_SHARED ".multicast::cluster.L2::cache_hint", "{%3, %4, %5}], [%2], %6, %7", "r"(c.x), "r"(c.y),
-                      "r"(c.z), "h"(cta_mask), "l"(evict_first()));
-    else
-        FLASHMHF_COPY("3d" FLASHMHF_TO_SHARED ".multicast::cluster", "{%3, %4, %5}], [%2], %6", "r"(c.x), "r"(c.y), "r"(c.z),
-                      "h"(cta_mask));
+    FLASHMHF_HINTED_COPY("3d" FLASHMHF_TO_SHARED ".multicast::cluster", "{%3, %4, %5}], [%2], %6", "%7", "r"(c.x), "r"(c.y), "r"(c.z),
+                         "h"(cta_mask));
 }
 __device__ __forceinline__ void multicast_async(void *dst, const CUtensorMap *map, int4 c, kittens::semaphore &sem, uint16_t cta_mask) {
     FLASHMHF_COPY("4d" FLASHMHF_TO_SHARED ".multicast::cluster", "{%3, %4, %5, %6}], [%2], %7", "r"(c.x), "r"(c.y), "r"(c.z), "r"(c.w),
                   "h"(cta_mask));
 }
 #undef FLASHMHF_TO_SHARED
+#undef FLASHMHF_HINTED_COPY
 #undef FLASHMHF_COPY
 
 __device__ __forceinline__ void store_async(const CUtensorMap *map, const void *src, int4 c) {

@@ -79,29 +79,24 @@ CUtensorMap row_map(const char *what, const ForwardProblem &problem, const Forwa
 
 void map_weights(const ForwardProblem &problem, const ForwardPlan &plan, ForwardLaunch &launch) {
     const Shape &s = problem.shape;
-    const int d_h = s.head_dim;
+    const int d_h = s.head_dim, panel = fp8_panel_bytes(d_h);
+    const bool slices = plan.schedule.slices > 1;
     // What the L2 brings from memory at least when it misses the weights. With few tokens each CTA streams weights of its own, a panel of
     // their rows at a time: 256 bytes would bring the next panel, or the next tiles of V in FP8, before they are wanted.
-    const int fetch = plan.schedule.slices > 1 && plan.blocks == 1 ? 128 : 256;
-    auto map = [&](const char *what, const void *x) {
-        if (!is_fp8(problem)) {
-            const int box_rows = plan.schedule.slices > 1 ? slice_box_rows : tile_inter / plan.row_ctas;
-            return weight_map(what, problem.bf16, s, x, box_rows, fetch);
-        }
-        const int panel = fp8_panel_bytes(d_h);
+    const int fetch = slices && plan.blocks == 1 ? 128 : 256;
+    auto f16 = [&](const char *what, const void *x) {
+        return weight_map(what, problem.bf16, s, x, slices ? slice_box_rows : tile_inter / plan.row_ctas, fetch);
+    };
+    auto fp8 = [&](const char *what, const void *x, int64_t rows, int64_t columns, int box_rows, int box_columns) {
         return tensor_map(
             what, x, MapType::fp8,
-            {{d_h, 1, panel}, {s.subnet_dim, d_h, fp8_box_rows}, {int64_t{s.weight_heads()} * s.subnets, s.subnet_dim * d_h, 1}}, panel,
-            fetch);
+            {{columns, 1, box_columns}, {rows, columns, box_rows}, {int64_t{s.weight_heads()} * s.subnets, s.subnet_dim * d_h, 1}},
+            box_columns, fetch);
     };
-    launch.k = map("k", problem.k);
-    launch.u = map("u", problem.u);
-    launch.v = !is_fp8(problem) ? map("v", problem.v)
-                                : tensor_map("v", problem.v, MapType::fp8,
-                                             {{s.subnet_dim, 1, tile_inter},
-                                              {d_h, s.subnet_dim, d_h / plan.row_ctas},
-                                              {int64_t{s.weight_heads()} * s.subnets, s.subnet_dim * d_h, 1}},
-                                             tile_inter, fetch);
+    const bool is_f16 = !is_fp8(problem);
+    launch.k = is_f16 ? f16("k", problem.k) : fp8("k", problem.k, s.subnet_dim, d_h, fp8_box_rows, panel);
+    launch.u = is_f16 ? f16("u", problem.u) : fp8("u", problem.u, s.subnet_dim, d_h, fp8_box_rows, panel);
+    launch.v = is_f16 ? f16("v", problem.v) : fp8("v", problem.v, d_h, s.subnet_dim, d_h / plan.row_ctas, tile_inter);
 }
 
 GateSource gate_source(const ForwardProblem &problem, const ForwardPlan &plan) {

@@ -4,7 +4,6 @@
 //                                        signs=random|one launches=20 check=1 repeat=0 chain=0
 //   and, instead of what the planner chooses,   slices= row_ctas=1|2 consumers= abreast=   (slices=1: none; abreast=2: all blocks of a head)
 //   or plans=1: times every such plan in turn, and prints a line of JSON for each
-//   and the planner's costs, in tiles * d_h:   combine= behind_waves= next_item=   (0: split whatever it costs; large: never split)
 //
 // format=e4m3: two comparisons, with the definition on the weights before quantisation, and with sums in fp64 of the same quantised operands
 // (Q, K, U, V and A in e4m3). signs=one: U = K and V >= 0, so that the terms of an output's sum have one sign.
@@ -22,14 +21,6 @@ namespace {
 
 using namespace flashmhf;
 using namespace harness;
-
-// The planner's costs, but for those given on the command line.
-ForwardCostModel costs_of(const Arguments &options, ForwardCostModel cost) {
-    for (const auto &[name, value] :
-         {std::pair{"combine", &cost.combine}, std::pair{"behind_waves", &cost.behind_waves}, std::pair{"next_item", &cost.next_item}})
-        if (options.number(name) >= 0) *value = static_cast<int>(options.number(name));
-    return cost;
-}
 
 ForwardChoice choice_of(const Arguments &options) {
     auto number = [&](const char *name) { return static_cast<int>(options.number(name)); };
@@ -101,7 +92,7 @@ bool measure_forward(const Arguments &options, const Inputs<T> &in, const Buffer
     const Shape &s = in.s;
     const Device device = describe_device();
     const ForwardPlan plan =
-        plan_forward(s, device, problem.format, may_bundle(problem), costs_of(options, forward_costs(problem.format)), choice_of(options));
+        plan_forward(s, device, problem.format, may_bundle(problem), forward_costs(problem.format), choice_of(options));
     const Buffer<float> workspace(workspace_of(problem, plan));
     const ForwardLaunch launch = prepare_forward(problem, plan, workspace);
     print_plan(plan);
@@ -254,9 +245,7 @@ template <typename T> int run_e4m3(const Arguments &options) {
 }  // namespace
 
 int main(int argc, char **argv) {
-    const std::string defaults =
-        "format=f16 signs=random chain=0 repeat=0 plans=0 slices=0 row_ctas=0 consumers=0 abreast=0 combine=-1 behind_waves=-1 "
-        "next_item=-1";
+    const std::string defaults = "format=f16 signs=random chain=0 repeat=0 plans=0 slices=0 row_ctas=0 consumers=0 abreast=0";
     return run_typed(argc, argv, shape_arguments + defaults, [&]<typename T>(const Arguments &options) {
         return options.choice("format", {"f16", "e4m3"}) == "e4m3" ? run_e4m3<T>(options) : run_f16<T>(options);
     });

@@ -12,7 +12,7 @@
 #include "common/ptx.cuh"
 #include "common/tma.cuh"
 #include "common/trace.cuh"
-#include "project/params.h"
+#include "project/plan.h"
 #include "project/policy.h"
 
 namespace flashmhf {

@@ -3,7 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include "project/params.h"
 #include "project/plan.h"
 
 namespace flashmhf {

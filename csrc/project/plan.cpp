@@ -6,7 +6,6 @@
 #include <string>
 
 #include "common/geometry.h"
-#include "project/params.h"
 
 namespace flashmhf {
 namespace {

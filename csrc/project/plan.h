@@ -1,4 +1,5 @@
-// Which tiles a projection takes. Pure host code, tested without a GPU.
+// The projection of few tokens, out[t, n] = sum_k x[t, k] w[n, k] + bias[n]: what shapes it takes, in which tiles, and what its kernel gets.
+// Pure C++, tested without a GPU.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +7,20 @@
 #include "common/device.h"
 
 namespace flashmhf {
+
+constexpr int project_tokens = 384;   // at most
+constexpr int project_multiple = 64;  // of the sizes of W: the features of a warpgroup, and the k of a tile
+
+struct ProjectParams {
+    const void *x;     // [tokens, depth], rows x_stride elements apart, a multiple of 8
+    const void *w;     // [features, depth]
+    const void *bias;  // [features], or null
+    void *out;         // [tokens, features]
+    int tokens, depth, features;
+    int block_tokens, box_tokens;  // as in ProjectPlan
+    int64_t x_stride;
+    bool weights_ready;  // no kernel that may still run when this one starts writes w or bias: they are read at once
+};
 
 struct ProjectPlan {
     int warpgroups;    // of a CTA that compute, 64 features each

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/geometry.h"
-#include "project/params.h"
+#include "project/plan.h"
 
 namespace flashmhf {
 

@@ -40,12 +40,10 @@ Gradients run(const Inputs &in, const char *range, bool deterministic, bool need
     const ProblemSizes sizes = check(in);
     const DeviceScope scope(in.q.get_device_index(), range, sizes.range());
     auto like = [&](const Tensor &x, bool needed) { return needed ? new_dense(x, sizes_of(x)) : new_dense(in.q, std::array{int64_t{0}}); };
+    const Tensor &gate = in.r ? *in.r : in.w ? *in.w : in.q;
     const bool needs_gate = in.r ? needs_tokens : in.w && needs_weights;
     const Gradients out{like(in.q, needs_tokens), like(in.k, needs_weights), like(in.u, needs_weights), like(in.v, needs_weights),
-                        like(in.r   ? *in.r
-                             : in.w ? *in.w
-                                    : in.q,
-                             needs_gate)};
+                        like(gate, needs_gate)};
     const auto &[dq, dk, du, dv, d_gate] = out;
     if (sizes.tokens == 0) {  // those of q and R have no elements
         for (Tensor x : {dk, du, dv, d_gate}) torch::stable::zero_(x);

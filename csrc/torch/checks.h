@@ -18,7 +18,7 @@
 #include "common/geometry.h"
 #include "common/head_dims.h"
 #include "common/problem.h"
-#include "project/params.h"
+#include "project/plan.h"
 #include "scope.h"
 
 namespace flashmhf {

@@ -53,7 +53,7 @@ def test_a_number_that_the_kernels_cannot_take_stops_the_build(tmp_path, file, o
             text = text.replace(old, new)
         (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / header).write_text(text, "utf-8")
-    (tmp_path / "project/params.h").write_text((ROOT / "csrc/project/params.h").read_text("utf-8"), "utf-8")
+    (tmp_path / "project/plan.h").write_text((ROOT / "csrc/project/plan.h").read_text("utf-8"), "utf-8")
     (tmp_path / "uses.cpp").write_text(USES, "utf-8")
     command = ["g++", "-std=c++20", "-fsyntax-only", f"-I{tmp_path}", tmp_path / "uses.cpp"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -16,34 +16,25 @@ from test_harness import harness
 
 # Functions that hold the two accesses of a report, and what is handed over there.
 HAND_OVERS = {
-    frozenset(pair): what
-    for *pair, what in (
-        ("load_gates", "scores", "backward: R of a tile, behind q_full; back by grads_full and q_empty"),
-        (
-            "load_gates",
-            "scores_and_query_grads",
-            "backward: R of a tile, behind q_full; back by grads_full and q_empty",
-        ),
-        ("add_gate_grads", "scores_and_query_grads", "backward: sums of dR, behind grads_full; back by grads_empty"),
-        (
-            "sts",
-            "sts",
-            "backward: staged dQ of one S warpgroup, then of the other, behind staged_full and staged_empty",
-        ),
-        ("sts", "reduce_add_async", "backward: staged dQ, read by a bulk copy behind staged_full"),
-        ("unit_scale", "read", "forward: the scale of a gate tile, behind q_full"),
-        ("load_gate", "read", "forward: a gate tile that TMA does not bring, behind q_full"),
-        ("copy_word_async", "read", "forward: a gate tile that TMA does not bring, behind q_full"),
-        ("load", "load_async", "forward: W, fetched anew behind w_empty"),
-        ("signal_parts", "gather_parts", "forward: number and addresses of the parts to add, behind gathered"),
-        ("load_scales", "read", "forward, e4m3: scales of an item, behind q_full"),
-        ("load_scales", "prepare", "forward, e4m3: scales of an item, behind q_full"),
-        ("load_scales", "load_q", "forward, e4m3: scales of an item, behind q_full"),
-        (
-            "keep_own_sums",
-            "add_sums",
-            "projections: a CTA's own sums, behind parts_full, where one lane arrives for its warp",
-        ),
+    frozenset(pair.split()): what.strip()
+    for pair, what in (
+        line.split("|")
+        for line in """\
+load_gates scores                       | backward: R of a tile, behind q_full; back by grads_full and q_empty
+load_gates scores_and_query_grads       | backward: R of a tile, behind q_full; back by grads_full and q_empty
+add_gate_grads scores_and_query_grads   | backward: sums of dR, behind grads_full; back by grads_empty
+store store                             | backward: staged dQ of both S warpgroups, behind staged_full and staged_empty
+store reduce_add_async                  | backward: staged dQ, read by a bulk copy behind staged_full
+unit_scale read                         | forward: the scale of a gate tile, behind q_full
+load_gate read                          | forward: a gate tile that TMA does not bring, behind q_full
+copy_word_async read                    | forward: a gate tile that TMA does not bring, behind q_full
+load load_async                         | forward: W, fetched anew behind w_empty
+signal_parts gather_parts               | forward: number and addresses of the parts to add, behind gathered
+load_scales read                        | forward, e4m3: scales of an item, behind q_full
+load_scales prepare                     | forward, e4m3: scales of an item, behind q_full
+load_scales load_q                      | forward, e4m3: scales of an item, behind q_full
+keep_own_sums add_sums                  | projections: own sums, behind parts_full; one lane arrives for its warp
+""".splitlines()
     )
 }
 ACCESS = re.compile(r"(?:Read|Write) access at .*?(?: in (\S+):(\d+))?(?: \[\d+ hazards?\])?$", re.MULTILINE)
@@ -140,23 +131,8 @@ def test_sanitizer(tool, case):
         pytest.skip("no compute-sanitizer: it comes with the CUDA toolkit")
     direction, *arguments = case
     shape = [] if direction == "project" else ["H=2", "E=3", "d_e=80"]
-    done = subprocess.run(
-        [
-            sanitizer,
-            "--tool",
-            tool,
-            "--print-limit",
-            "1000",
-            harness(direction),
-            *shape,
-            *arguments,
-            "launches=1",
-            "check=0",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sanitizer, "--tool", tool, "--print-limit", "1000", harness(direction), *shape, *arguments]
+    done = subprocess.run([*command, "launches=1", "check=0"], capture_output=True, text=True, timeout=300)
     report = done.stdout + done.stderr
     assert "SUMMARY: " in report and "Internal Sanitizer Error" not in report, report[-3000:]
     if tool != "racecheck":

@@ -73,11 +73,6 @@ __device__ static inline void load_async(void *dst, void *src, uint32_t size_byt
 
 // Moves between registers and shared-memory addresses.
 template <typename T> struct move {
-    __device__ static inline void sts(uint32_t dst, const T &src) {
-        static_assert(sizeof(T) == 16);
-        const uint4 v = *reinterpret_cast<const uint4 *>(&src);
-        asm volatile("st.shared.v4.b32 [%4], {%0, %1, %2, %3};" ::"r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(dst) : "memory");
-    }
     // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. ldsm4t transposes each.
     __device__ static inline void ldsm4(T &a, T &b, T &c, T &d, uint32_t src) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
