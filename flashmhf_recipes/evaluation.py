@@ -116,13 +116,16 @@ def task_scores(
     model: PreTrainedModel, tokenizer, tasks: Iterable[str] = PAPER_TASKS, *, include_path: str | None = None,
     batch: int = 16,
 ) -> tuple[dict[str, dict[str, float]], float | None]:  # fmt: skip
-    """Return the metrics of lm-eval's and local tasks, and the mean accuracy, None for fewer than two. Raises
-    ImportError without the extra flashmhf[eval], OptionError for unknown tasks."""
+    """Return the metrics of lm-eval's and local tasks, and the mean accuracy, None for fewer than two; a tag stands for
+    its tasks. Raises ImportError without the extra flashmhf[eval], OptionError for unknown tasks."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    tasks = list(dict.fromkeys(tasks))
-    manager = task_manager(tuple(tasks), include_path)
+    manager = task_manager(tasks := tuple(tasks), include_path)
+    tags = {task: manager.task_index[task] for task in tasks if task in manager.all_tags}
+    # dictionaries up to lm-eval 0.4.9
+    members = {tag: entry["task"] if isinstance(entry, dict) else sorted(entry.tags) for tag, entry in tags.items()}
+    tasks = list(dict.fromkeys(name for task in tasks for name in members.get(task, [task])))
     settings = {"batch_size": batch, "max_length": positions(model), "add_bos_token": False}
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, **settings)
     found = simple_evaluate(model=wrapped, tasks=tasks, task_manager=manager, bootstrap_iters=0)

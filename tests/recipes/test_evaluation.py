@@ -248,6 +248,7 @@ def test_eval_command_with_tasks_and_json(runs, text, tmp_path, monkeypatch, cap
     task["dataset_kwargs"] = {"data_files": {"test": str(tmp_path / "rows.jsonl")}}
     task |= {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}", "doc_to_choice": "{{choices}}"}
     task["metric_list"] = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
+    task["tag"] = ["three"]
     wrong = {"doc_to_target": "{{1 - answer}}"}
     group = {"group": "two_wrong", "task": ["wrong", "wrong_too"], "metadata": {"version": 1.0}}
     group["aggregate_metric_list"] = [{"metric": "acc"}]
@@ -263,6 +264,8 @@ def test_eval_command_with_tasks_and_json(runs, text, tmp_path, monkeypatch, cap
     out = capsys.readouterr().out
     assert 0 < written["held_out"]["loss"] < 4 and "tiny_choice: acc 1.0000" in out
     assert "average acc: 0.5000" in out  # the group is one of two, its members do not count besides
+    assert cli.main([*command, "tiny_choice", "three"]) == 0
+    assert "average acc: 0.3333" in capsys.readouterr().out  # a tag stands for its tasks
     assert cli.main([*command, "paper", "tiny_chioce"]) == 2
     captured = capsys.readouterr()  # before the model is loaded and evaluated
     assert "lm-eval has no tasks ['tiny_chioce']" in captured.err and not captured.out
