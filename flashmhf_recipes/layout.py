@@ -4,7 +4,6 @@ shards, not accelerate, whose FSDP2 needs GPUs and pads K, U and V. Checkpoints 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,6 @@ from transformers import PreTrainedModel
 from flashmhf.distributed import parallelize, plan, shard_placement
 
 from .errors import OptionError
-
-_ACCELERATES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_DEEPSPEED")
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,6 @@ class Layout:
 
 def layout_of(tp: int | None, dp_shard: int | None, processes: int) -> Layout:
     """Return the layout, by default unsharded, or, with ``tp``, sharded over all. Raises OptionError for others."""
-    if told := [name for name in _ACCELERATES if os.environ.get(name) == "true"]:
-        raise OptionError(f"accelerate launch set {told[0]}; give tp and dp_shard instead")
     tp = tp or 1
     if processes % tp:
         raise OptionError(f"tp is {tp}; it must divide the {processes} processes")

@@ -45,6 +45,11 @@ DECIDED = _HELD | {
     "dataloader_prefetch_factor": "data without workers",
     **{"eval_strategy": "eval_fraction", "load_best_model_at_end": "init_from with the checkpoint that is best"},
 }
+# What `accelerate launch` puts into the environment, and the options that a run has instead.
+_ACCELERATES = dict.fromkeys(("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"), "tp and dp_shard")
+_ACCELERATES = {f"ACCELERATE_USE_{name}": option for name, option in _ACCELERATES.items()}
+_ACCELERATES |= {"ACCELERATE_MIXED_PRECISION": "precision", "ACCELERATE_DYNAMO_BACKEND": "compile"}
+_OFF = ("", "no", "n", "false", "f", "off", "0")
 # FlashMHFConfig settings that an option of ours, or the tokenizer, decides.
 _OWN_SETTINGS = {f"{role}_token_id": "tokenizer" for role in ("bos", "eos", "pad")}
 _OWN_SETTINGS |= {"vocab_size": "vocab_size", "ffn_type": "ffn"}
@@ -185,6 +190,9 @@ class Options:
         if self.min_learning_rate > self.learning_rate and "lr_scheduler_type" not in self.arguments:
             raise OptionError(f"min_learning_rate is {self.min_learning_rate}; supported: at most {self.learning_rate}")
         chosen_device(self.device)
+        for name, option in _ACCELERATES.items():
+            if os.environ.get(name, "").lower() not in (*_OFF, getattr(self, option, None)):
+                raise OptionError(f"accelerate launch set {name} to {os.environ[name]!r}; give {option} instead")
         settings = {entry.name for entry in fields(FlashMHFConfig) if entry.init}
         _check_settings("model", self.model, settings - _OWN_SETTINGS.keys(), _OWN_SETTINGS)
         positions = self.model.get("max_position_embeddings")

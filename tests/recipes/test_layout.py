@@ -38,13 +38,6 @@ def test_layouts(sizes, processes, expected):
         assert list(map(layout.data_index, range(processes))) == [rank // expected[2] for rank in range(processes)]
 
 
-def test_what_accelerate_was_told_is_refused(monkeypatch):
-    """Its FSDP would shard what the layout shards, or, left out, not be there."""
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(OptionError, match="accelerate launch set ACCELERATE_USE_FSDP; give tp and dp_shard instead"):
-        layout_of(None, None, 4)
-
-
 @pytest.mark.parametrize(("ffn", "model", "message"), [
     ("dense_moe", {}, "tp is 2: .* without a FlashMHF, MHFFN or SwiGLU network"),
     ("flashmhf", {"ffn_num_heads": 1},
