@@ -135,7 +135,7 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
         if (note := extras.advice("the language model", error.name)) is None:
             raise
         print(f"{note}\n")
-    drawn = first_run.picture(picture, setting, accuracies, measurements, trained)
+    drawn = bool(measurements or trained) and first_run.picture(picture, setting, measurements, trained)
     source = Path(args.text).name if args.text else "Python's standard library"
     print(first_run.table(setting, accuracies, measurements, trained, source))
     for what in clock.left_out:
@@ -256,9 +256,8 @@ def _add_model(parser: Parser, dtypes: tuple[str, ...] = ("auto", "bfloat16", "f
 def _load(args: argparse.Namespace):
     from . import pretrained
 
-    return pretrained.load(
-        args.model, tokenizer_name=args.tokenizer, device=args.device, dtype=args.dtype, fp8=args.fp8
-    )
+    settings = {name: getattr(args, name) for name in ("device", "dtype", "fp8")}
+    return pretrained.load(args.model, tokenizer_name=args.tokenizer, **settings)
 
 
 def _eval(parser: Parser, arguments: list[str]) -> int:
@@ -317,8 +316,7 @@ def _generate(parser: Parser, arguments: list[str]) -> int:
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     add("--top-p", type=float, default=0.95)
     add("--seed", type=int)
-    stream = argparse.BooleanOptionalAction
-    add("--stream", action=stream, help="print words as they come (where the output is a terminal)")
+    add("--stream", action=argparse.BooleanOptionalAction, help="print words as they come (as on a terminal)")
     args = parser.parse_args(arguments)
     if args.prompt == "-" and sys.stdin is None:
         raise OptionError("prompt is '-', and standard input is closed")

@@ -42,9 +42,6 @@ FIGURES = {
 }
 WIDTH_MULTIPLE = 8  # elements; rows of 16 bytes, so that cuBLAS takes its fast kernels for SwiGLU
 NAIVE_TOKENS = 2048  # on a CPU: more would take gigabytes
-# Milliseconds of all layers on an H100, bf16, 32,256 tokens: FlashMHF (20 layers), compiled SwiGLU (24).
-RECORD = "benchmarks/results/layer_h100.json"
-RECORDED = {"inference": (109, 134), "a training step": (453, 372)}
 
 
 @dataclass(frozen=True)
@@ -84,17 +81,14 @@ def headline(setting: Setting) -> str:
 
 def shows(device: torch.device) -> str:
     """Return what a run on ``device`` can show and what it cannot, for people."""
-    shown = "This shows whether results are right here, and time and memory of README's layers on this GPU.\n"
+    shown = "This shows whether results are right here, and time and memory of README's layers on this GPU."
     if device.type == "cpu":
         shown = """\
 A run on a CPU shows whether results are right, how the memory of a training step grows, and models learn.
-It says nothing of the speed on a GPU: the fused kernels are for CUDA GPUs, and here PyTorch's own operators
-compute FlashMHF in blocks.
-"""
-    return shown + (
-        "Models this small, trained so shortly, do not tell which network learns better;\n"
-        "docs/quality.md has runs that do."
-    )
+It says nothing of the speed on a GPU, which README.md has: the fused kernels are for CUDA GPUs, and here
+PyTorch's own operators compute FlashMHF in blocks."""
+    return f"""{shown}
+Models this small, trained so shortly, do not tell which network learns better; docs/quality.md has runs that do."""
 
 
 class Clock:
@@ -264,11 +258,11 @@ HELD_OUT = 0.1  # the end of the text
 MINIMUM_BYTES, MAXIMUM_BYTES = 50_000, 32 << 20
 TRIAL_STEPS, FEWEST_STEPS = 4, 40
 SIZES = {
-    device: (
-        {"num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": width, "intermediate_size": swiglu},
-        {"num_hidden_layers": 5, "num_attention_heads": 4, "hidden_size": width, "intermediate_size": flashmhf}
-        | {"ffn_num_heads": width // 128, "ffn_num_subnets": 3},
-    )
+    device: {
+        "SwiGLU": {"num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": width, "intermediate_size": swiglu},
+        "FlashMHF": {"num_hidden_layers": 5, "num_attention_heads": 4, "hidden_size": width}
+        | {"intermediate_size": flashmhf, "ffn_num_heads": width // 128, "ffn_num_subnets": 3},
+    }
     for device, width, swiglu, flashmhf in (("cpu", 256, 512, 528), ("cuda", 512, 1536, 1632))
 }
 BUDGETS = {"cpu": {"length": 128, "batch": 8, "steps": 320}, "cuda": {"length": 512, "batch": 32, "steps": 400}}
@@ -309,33 +303,45 @@ def _standard_library() -> bytes:
 def train(
     text: bytes, device: torch.device, steps: int | None = None, bar: bool = False, clock: Clock | None = None
 ) -> dict[str, Trained]:
-    """Train each network's model on the same batches for ``steps``, or as many as there is time for (perhaps none)."""
-    clock, budget = clock or Clock(), BUDGETS[device.type]
-    chosen = dict(zip(("SwiGLU", "FlashMHF"), SIZES[device.type], strict=True))
-    wanted = steps or budget["steps"]
-    if steps is None and clock.limit < math.inf:
+    """Train each network's model on the same batches for ``steps``, or as many as there is time for (perhaps none).
+
+    A few steps of each tell how many; where the machine has become slower since, training ends by the clock.
+    """
+    clock, budgeted = clock or Clock(), steps or BUDGETS[device.type]["steps"]
+    wanted, timed = budgeted, steps is None and clock.limit < math.inf
+    if timed:
         from . import training  # noqa: F401 - its time is none of a run's
 
-        start, short = time.monotonic(), budget | {"steps": TRIAL_STEPS}
-        both = sum(_train(text, name, sizes, device, short, False).step_s for name, sizes in chosen.items())
+        start, end = time.monotonic(), time.monotonic() + clock.left()
+        both = sum(_train(text, name, device, TRIAL_STEPS, TRIAL_STEPS, end).step_s for name in SIZES[device.type])
         once = max(0.0, time.monotonic() - start - TRIAL_STEPS * both)  # of a run, without its steps
-        possible = int((clock.left() - once) / (1.15 * both))  # a part for the held-out loss and the clock's noise
+        # a part for the held-out loss and the clock's noise; past the end, a trial may have no second step to time
+        possible = int((clock.left() - once) / (1.15 * both)) if clock.left() > 0 else 0
         if possible < FEWEST_STEPS:
             clock.left_out.append(f"the language models: there is time for {max(0, possible)} steps of each")
             return {}
-        if possible < wanted:
-            clock.left_out.append(f"{wanted - possible} of {wanted} steps of the language models")
         wanted = min(wanted, possible)
-    return {name: _train(text, name, sizes, device, budget | {"steps": wanted}, bar) for name, sizes in chosen.items()}
+    trained, at_most = {}, wanted
+    for runs_left, name in zip((2, 1), SIZES[device.type], strict=True):
+        end = time.monotonic() + clock.left() / runs_left if timed else math.inf
+        trained[name] = _train(text, name, device, wanted, at_most, end, bar)
+        at_most = len(trained[name].losses)
+    if at_most < budgeted:
+        clock.left_out.append(f"{budgeted - at_most} of {budgeted} steps of the language models")
+    return trained
 
 
-def _train(text: bytes, name: str, sizes: dict, device: torch.device, budget: dict[str, int], bar: bool) -> Trained:
+def _train(
+    text: bytes, name: str, device: torch.device, steps: int, at_most: int, end: float, bar: bool = False
+) -> Trained:
+    """Train on the schedule of ``steps``; end after ``at_most``, or so that the result is there at ``end``."""
     from transformers.utils import logging
 
-    from . import metrics, tokenizer, training
+    from . import metrics, stopping, tokenizer, training
 
     logging.disable_progress_bar()
-    steps, length = budget["steps"], budget["length"]
+    sizes, budget = SIZES[device.type][name], BUDGETS[device.type] | {"steps": steps}
+    length = budget["length"]
     # The paper's initializer_range of 0.02 belongs to models six to sixteen times as wide.
     model = sizes | {"max_position_embeddings": length, "initializer_range": sizes["hidden_size"] ** -0.5}
     with tempfile.TemporaryDirectory() as scratch:
@@ -348,8 +354,10 @@ def _train(text: bytes, name: str, sizes: dict, device: torch.device, budget: di
         settings |= {"vocab_size": tokenizer.SMALLEST, "log_every": 1}  # no merges: a token a byte
         settings |= {"device": "cpu" if device.type == "cpu" else "auto"}
         settings |= {"arguments": {"report_to": [], "save_strategy": "no"}}
+        until = stopping.Until(end, at_most, batches=round(steps * HELD_OUT / (1 - HELD_OUT)))
         with contextlib.redirect_stdout(sys.stderr):  # what a run says of itself is no part of the table
-            result = training.start(training.Options(str(Path(scratch) / "run"), **settings, **budget), bar=bar)
+            run = training.Options(str(Path(scratch) / "run"), **settings, **budget)
+            result = training.start(run, bar=bar, callbacks=[until])
         rows = [row for row in metrics.read_rows(result.output) if "loss" in row]
     speeds = [row["tokens_per_second"] for row in rows[1:] if "tokens_per_second" in row]
     step_s = length * budget["batch"] / statistics.median(speeds) if speeds else math.nan
@@ -413,51 +421,26 @@ def table(
         rows.append(())
         add(f"language model on {text}: parameters", trained, "parameters")
         add("  seconds of a step", trained, "step_s")
-        add(f"  held-out loss after {len(trained['FlashMHF'].losses)} steps, nats/byte", trained, "held_out")
-    made = headline(setting) + "\n\n" + _aligned(rows)
-    if setting.device.type == "cuda":
-        return made
-    ways = "; ".join(f"{way} {ours} ms, compiled SwiGLU {theirs} ms" for way, (ours, theirs) in RECORDED.items())
-    layers = f"20 FlashMHF and 24 SwiGLU layers, bf16, 32,256 tokens; {RECORD}"
-    return f"{made}\n\nnot measured here: on an H100 ({layers}) {ways}"
+        steps = " and ".join(dict.fromkeys(str(len(model.losses)) for model in trained.values()))
+        add(f"  held-out loss after {steps} steps, nats/byte", trained, "held_out")
+    return headline(setting) + "\n\n" + _aligned(rows)
 
 
-def picture(
-    path: Path, setting: Setting, accuracies: Sequence[Accuracy], measurements: Sequence[Measurement],
-    trained: dict[str, Trained],
-) -> bool:  # fmt: skip
-    """Draw errors beside their limits (CPU) or time and memory of inference (GPU), memory of a training step, and the
-    training curves; return whether the PNG was written. One that cannot be drawn is a warning: the table has it all."""
-    attributes = ["forward_ms", "forward_mib", "step_mib"] if setting.device.type == "cuda" else ["step_mib"]
-
-    def errors(axis) -> None:
-        places = range(len(accuracies))
-        ends = [place - 0.4 for place in places], [place + 0.4 for place in places]
-        axis.hlines([a.limit for a in accuracies], *ends, color="black", label="limit")
-        axis.plot([a.plain for a in accuracies], "x", color=COLORS["naive MH-FFN"], label="PyTorch's own operators")
-        axis.plot([a.error for a in accuracies], "o", color=COLORS["FlashMHF"], label="FlashMHF")
-        axis.set_xticks(places, [a.tensor for a in accuracies], fontsize=8)
-        for kind in dict.fromkeys(a.kind for a in accuracies):
-            own = [place for place in places if accuracies[place].kind == kind]
-            axis.text(statistics.fmean(own), 0.02, kind, transform=axis.get_xaxis_transform(), ha="center")
-            if own[0]:
-                axis.axvline(own[0] - 0.5, color="lightgray")
-        axis.set(title="relative error against float64 (below the line: right)", yscale="log")
-        axis.margins(y=0.15)
+def picture(path: Path, setting: Setting, measurements: Sequence[Measurement], trained: dict[str, Trained]) -> bool:
+    """Draw time and memory of inference (GPU), memory of a training step, and the training curves; return whether the
+    PNG was written. One that cannot be drawn is a warning: the table has it all."""
 
     def lines(axis, attribute: str) -> None:
         tokens = sorted({m.tokens for m in measurements})
         for name, color in COLORS.items():
-            if found := [m for m in measurements if m.module == name]:
-                values = [getattr(m, attribute) for m in found]
-                axis.plot([m.tokens for m in found], values, "o-", color=color, label=name)
+            if points := [(m.tokens, getattr(m, attribute)) for m in measurements if m.module == name]:
+                axis.plot(*zip(*points, strict=True), "o-", color=color, label=name)
         each = "one layer" if attribute.endswith("mib") or setting.layers == (1, 1) else "all layers"
         axis.set(title=f"{FIGURES[attribute]} ({each})", xlabel="tokens", xscale="log", yscale="log")
         axis.set_xticks(tokens, [f"{count:,}" for count in tokens], rotation=30)
-        axis.set_xticks([], minor=True)
+        axis.minorticks_off()
         axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
         axis.yaxis.set_major_formatter("{x:,.0f}")
-        axis.yaxis.set_minor_formatter("")
 
     def losses(axis) -> None:
         for name, model in trained.items():
@@ -467,13 +450,12 @@ def picture(
             axis.plot(len(smoothed) - 1, model.held_out, "o", color=COLORS[name])
         axis.set(title="language model: loss, nats/byte (too short to rank them)", xlabel="step")
 
-    panels = [] if attributes[1:] or not accuracies else [errors]
-    panels += [partial(lines, attribute=name) for name in attributes if measurements]
-    panels += [losses] if trained else []
+    attributes = ["forward_ms", "forward_mib", "step_mib"] if setting.device.type == "cuda" else ["step_mib"]
+    panels = [partial(lines, attribute=name) for name in attributes if measurements] + [losses] * bool(trained)
     try:
         from matplotlib.figure import Figure  # without pyplot, which would need a display
 
-        figure = Figure(figsize=(5.5 * (len(attributes) + 1 + (not attributes[1:])), 4.8), layout="constrained")
+        figure = Figure(figsize=(5.5 * len(panels), 4.8), layout="constrained")
         for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             panel(axis)
             axis.grid(True, which="both", alpha=0.3)
