@@ -14,6 +14,8 @@ from ..checks import divisor, epsilon, flag, positive
 from .init import GATED_VARIANCE
 from .network import Network, constant
 
+_LINEAR = nn.Linear.forward, nn.functional.linear  # as PyTorch has them: programs patch both
+
 
 def check_input(x: Tensor, d_model: int) -> None:
     if type(x) is not Tensor or x.is_nested or x.layout != torch.strided:
@@ -31,7 +33,7 @@ def check_matches(x: Tensor, first: nn.Module | Tensor) -> None:
     """
     weight = first
     if isinstance(first, nn.Module):
-        if type(first).forward is not nn.Linear.forward or "forward" in first.__dict__ or first._forward_pre_hooks:
+        if type(first).forward is not _LINEAR[0] or "forward" in first.__dict__ or first._forward_pre_hooks:
             return
         weight = first._parameters.get("weight")
     if type(weight) is not nn.Parameter or type(x) not in (Tensor, nn.Parameter):
@@ -68,6 +70,8 @@ def plain_layer(module: nn.Module, networks: tuple[Tensor, ...], router: Tensor)
     """Return the weights of a whole layer if no part of it is hooked, replaced, patched or computed, else None."""
     modules = module._modules  # not attributes, each of which takes the host a microsecond
     in_proj, out_proj, q_norm = modules.get("in_proj"), modules.get("out_proj"), modules.get("q_norm")
+    if (nn.Linear.forward, nn.functional.linear) != _LINEAR:
+        return None
     for part, kind in ((in_proj, nn.Linear), (out_proj, nn.Linear), (q_norm, HeadRMSNorm)):
         if part is None and kind is HeadRMSNorm:
             continue

@@ -98,6 +98,15 @@ class Doubling(TorchFunctionMode):
         return 2 * out if function is nn.functional.linear else out
 
 
+@contextlib.contextmanager
+def patched(owner: object, name: str):
+    """``owner.name`` gives twice its result, for every module there is."""
+    with pytest.MonkeyPatch.context() as patch:
+        usual = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args: 2 * usual(*args))
+        yield
+
+
 class Tagged(Tensor):
     pass
 
@@ -134,6 +143,8 @@ AROUND: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "function mode": Doubling,
     "dispatch mode": Calls,
     "autocast": partial(torch.autocast, "cpu"),
+    "patched nn.Linear": partial(patched, nn.Linear, "forward"),
+    "patched linear": partial(patched, nn.functional, "linear"),
 }
 
 
@@ -162,7 +173,9 @@ def test_what_watches_calls_sees_the_parts(calls, around, make):
     assert calls == []
 
 
-@pytest.mark.parametrize("change", ["forward hook", "replaced projection", "subclassed projection", "function mode"])
+@pytest.mark.parametrize(
+    "change", ["forward hook", "replaced projection", "subclassed projection", "function mode", "patched linear"]
+)
 def test_a_compiled_changed_module_runs_its_parts(change, fresh_dynamo):
     module = make(q_norm=True)
     CHANGED.get(change, lambda module: None)(module)
