@@ -18,15 +18,11 @@ from flashmhf import models as lm
 from flashmhf.models import FlashMHFConfig, conversion
 
 OFFICIAL = {
-    "architectures": ["MHFFNMoEForCausalLM"],
     "model_type": "mhffnmoe",
-    "bos_token_id": 0,
     "eos_token_id": 0,
     "hidden_act": "silu",
     "hidden_size": 48,
-    "initializer_range": 0.02,
     "intermediate_size": 72,
-    "max_position_embeddings": 128,
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
@@ -39,8 +35,6 @@ OFFICIAL = {
     "mhffnmoe_num_kuv_heads": 3,
     "mhffnmoe_num_experts": 4,
     "mhffnmoe_skip_linear": False,
-    "mhffnmoe_apply_dot_scaling": False,
-    "mhffnmoe_apply_final_scaling": False,
     "mhffnmoe_custom_init": True,
     "mhffnmoe_apply_rmsnorm": True,
     "mhffnmoe_init_w_self_gain": 0.707,
@@ -128,9 +122,14 @@ def official_model(config: dict, kind: type = LlamaForCausalLM) -> PreTrainedMod
     return model.eval()
 
 
+def whole(directory, state: dict[str, Tensor], name: str = "model.safetensors") -> None:
+    save = save_file if name.endswith("safetensors") else torch.save
+    save({name: w.contiguous().clone() for name, w in state.items()}, directory / name)
+
+
 def write(directory, config: dict, state: dict[str, Tensor]) -> None:
     (directory / "config.json").write_text(json.dumps(config))
-    save_file({name: w.contiguous().clone() for name, w in state.items()}, directory / "model.safetensors")
+    whole(directory, state)
 
 
 MHFFN = {name.replace("mhffnmoe", "mhffn"): value for name, value in OFFICIAL.items() if name != "mhffnmoe_num_experts"}
@@ -171,6 +170,10 @@ def test_equal_logits(config, tmp_path):
     torch.testing.assert_close(model(IDS).logits, official(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
+def from_official(**settings) -> FlashMHFConfig:
+    return conversion.config_from_official(OFFICIAL | settings)
+
+
 def test_settings_outside_the_network_are_carried_over():
     """Also those that this version of transformers does not know; rotary settings under both of transformers' names."""
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}
@@ -185,23 +188,15 @@ def test_settings_outside_the_network_are_carried_over():
 
 def test_scales_and_gains_of_the_initialisation():
     """std * gain of the official module, with the scale that the weights take in."""
-    theory = OFFICIAL | {
-        "mhffnmoe_apply_dot_scaling": True,
-        "mhffnmoe_apply_dot_scaling_theory": True,
-        "mhffnmoe_num_heads": 4,
-    }
-    theory |= {
-        "mhffnmoe_num_kuv_heads": 4,
-        "mhffnmoe_init_gate_gain": 0.5,
-        "initializer_range": 0.04,
-        "mhffnmoe_init_w_self_2_gain": 0.707,
-    }
-    gains = conversion.config_from_official(theory).official_init
+    scaled = dict.fromkeys(("mhffnmoe_apply_dot_scaling", "mhffnmoe_apply_dot_scaling_theory"), True)
+    heads = dict.fromkeys(("mhffnmoe_num_heads", "mhffnmoe_num_kuv_heads"), 4)
+    drawn = {"mhffnmoe_init_gate_gain": 0.5, "mhffnmoe_init_w_self_2_gain": 0.707, "initializer_range": 0.04}
+    gains = from_official(**scaled, **heads, **drawn).official_init
     # gate: 0.04 * 0.5 / sqrt(4), times the scale 4; the others have the gain 1
     assert (gains.k, gains.u, gains.v, gains.router) == (2.0, 4.0, 2.0, 2.0)
     assert (gains.in_proj, gains.out_proj, gains.identity) == (0.707, 0.707, False)
-    assert conversion.config_from_official(OFFICIAL | {"mhffnmoe_init_wself_identity": True}).official_init.identity
-    assert conversion.config_from_official(OFFICIAL | {"mhffnmoe_custom_init": False}).ffn_init == "normal"
+    assert from_official(mhffnmoe_init_wself_identity=True).official_init.identity
+    assert from_official(mhffnmoe_custom_init=False).ffn_init == "normal"
 
 
 def test_a_16_bit_checkpoint_of_either_format(tmp_path):
@@ -239,20 +234,13 @@ STATE = official_model(OFFICIAL).float().state_dict()
 
 def shards(directory, state: dict[str, Tensor], count: int, kind: str) -> None:
     """Write ``count`` files and the index that names them."""
-    save, stem = (save_file, "model") if kind == "safetensors" else (torch.save, "pytorch_model")
-    table = {}
+    stem, table = "model" if kind == "safetensors" else "pytorch_model", {}
     for number in range(count):
+        part = {name: state[name] for name in sorted(state)[number::count]}
         file = f"{stem}-{number + 1:05d}-of-{count:05d}.{kind}"
-        part = {name: state[name].clone() for name in sorted(state)[number::count]}
-        save(part, directory / file)
+        whole(directory, part, file)
         table |= dict.fromkeys(part, file)
     (directory / f"{stem}.{kind}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
-
-
-def whole(directory, state: dict[str, Tensor], name: str = "model.safetensors") -> None:
-    (save_file if name.endswith("safetensors") else torch.save)(
-        {n: w.clone() for n, w in state.items()}, directory / name
-    )
 
 
 def older_copy(directory) -> None:
@@ -306,61 +294,40 @@ def test_weights_that_share_memory_in_a_file_are_two(tmp_path):
     assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
 
 
-@pytest.mark.parametrize(
-    "name", ["model.layers.0.self_attn.q_proj.lora_A", "model.layers.0.mlp.extra", "model.layers.7.mlp.gate_weight"]
-)
-@pytest.mark.parametrize("model_type", ["mhffnmoe", "llama"])
-def test_weights_that_the_model_does_not_have_are_refused(name, model_type, tmp_path):
-    config, state = OFFICIAL, STATE
-    if model_type == "llama":
-        config = {key: value for key, value in OFFICIAL.items() if "mhffn" not in key} | {"model_type": "llama"}
-        state = lm.FlashMHFForCausalLM(conversion.config_from_official(config)).state_dict()
-    write(tmp_path, config, state | {name: torch.ones(2, 3)})
-    with pytest.raises(ValueError, match=name.rpartition(".")[2] if "7" not in name else "missing|unexpected"):
-        conversion.load_official(tmp_path)
-
-
-def from_official(**settings) -> FlashMHFConfig:
-    return conversion.config_from_official(OFFICIAL | settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"mhffnmoe_num_kuv_heads": 2}, ValueError, "num_kuv_heads is 2; it must divide num_heads = 3"),
-        ({"mhffnmoe_num_heads": "3"}, TypeError, "num_heads must be an int, got str"),
-        ({"mhffnmoe_new_idea": 1}, NotImplementedError, "new_idea"),
-        ({"hidden_act": "tanh"}, NotImplementedError, "hidden_act='tanh' is not supported; supported: 'silu', 'gelu'"),
-        ({"model_type": "mamba"}, ValueError, "model_type is 'mamba'; expected 'mhffnmoe', 'mhffn'"),
-        ({"quantization_config": {"quant_method": "x"}}, NotImplementedError, "quantization_config"),
-    ],
-)
-def test_unsupported_settings_are_refused_by_name(settings, error, message):
-    with pytest.raises(error, match=message):
-        from_official(**settings)
-
-
 EMBEDDING = "model.embed_tokens.weight"
+LLAMA = {name: value for name, value in OFFICIAL.items() if "mhffn" not in name} | {"model_type": "llama"}
+FILES = "model.safetensors, model.safetensors.index.json, pytorch_model.bin, pytorch_model.bin.index.json"
+TIED, EXTRA = {"tie_word_embeddings": True}, torch.ones(2, 3)
 
 
 @pytest.mark.parametrize(
-    ("tied", "dropped", "message"),
+    ("settings", "change", "error", "message"),
     [
-        (False, {EMBEDDING}, f"lacks 1 weights of its model: {EMBEDDING}"),
-        (True, {EMBEDDING, "lm_head.weight"}, f"lacks 1 weights of its model: {EMBEDDING}"),
-        (True, set(), "lm_head.weight differs"),
+        ({"mhffnmoe_num_kuv_heads": 2}, {}, ValueError, "num_kuv_heads is 2; it must divide num_heads = 3"),
+        ({"mhffnmoe_num_heads": "3"}, {}, TypeError, "num_heads must be an int, got str"),
+        ({"mhffnmoe_new_idea": 1}, {}, NotImplementedError, "new_idea"),
+        ({"hidden_act": "tanh"}, {}, NotImplementedError, "hidden_act='tanh' is not supported; supported: 'silu', 'g"),
+        ({"model_type": "mamba"}, {}, ValueError, "model_type is 'mamba'; expected 'mhffnmoe', 'mhffn'"),
+        ({"quantization_config": {"quant_method": "x"}}, {}, NotImplementedError, "quantization_config"),
+        ({}, {EMBEDDING: None}, ValueError, f"lacks 1 weights of its model: {EMBEDDING}"),
+        (TIED, {EMBEDDING: None, "lm_head.weight": None}, ValueError, f"lacks 1 weights of its model: {EMBEDDING}"),
+        (TIED, {}, ValueError, "lm_head.weight differs"),
+        ({}, {"model.layers.0.self_attn.q_proj.lora_A": EXTRA}, ValueError, "unexpected .*lora_A"),
+        ({}, {"model.layers.0.mlp.extra": EXTRA}, ValueError, "extra"),
+        ({}, {"model.layers.7.mlp.gate_weight": EXTRA}, ValueError, "missing"),
+        (LLAMA, {"model.layers.0.mlp.extra": EXTRA}, ValueError, "unexpected .*extra"),
+        ({}, None, FileNotFoundError, f"has no weights; expected one of {FILES}"),
     ],
 )
-def test_incomplete_or_contradictory_checkpoints(tied, dropped, message, tmp_path):
-    """What any missing weight gives, by every door, is in test_loading.py."""
-    state = {name: w for name, w in STATE.items() if name not in dropped}
-    write(tmp_path, OFFICIAL | {"tie_word_embeddings": tied}, state)
-    with pytest.raises(ValueError, match=message):
-        conversion.load_official(tmp_path)
-
-
-def test_a_directory_without_weights(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(OFFICIAL))
-    names = "model.safetensors, model.safetensors.index.json, pytorch_model.bin, pytorch_model.bin.index.json"
-    with pytest.raises(FileNotFoundError, match=f"has no weights; expected one of {names}"):
+def test_refusals(settings, change, error, message, tmp_path):
+    """By name: of settings, and of checkpoints that are incomplete, contradictory or another model's. What any missing
+    weight gives, by every door, is in test_loading.py."""
+    config, state = OFFICIAL | settings, STATE
+    if settings is LLAMA:
+        config, state = LLAMA, lm.FlashMHFForCausalLM(conversion.config_from_official(LLAMA)).state_dict()
+    changed = {name: w for name, w in {**state, **(change or {})}.items() if w is not None}
+    write(tmp_path, config, changed)
+    if change is None:
+        (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(error, match=message):
         conversion.load_official(tmp_path)
