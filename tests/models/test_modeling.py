@@ -17,7 +17,7 @@ from flashmhf import models as lm
 from flashmhf import quantize
 from flashmhf.models import FFN_TYPES, FlashMHFConfig, FlashMHFForCausalLM
 from flashmhf.models.presets import MIB, PRESETS, preset
-from flashmhf_recipes import pretrained, tokenizer
+from flashmhf_recipes import tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,65 +78,58 @@ LOADED_ELSEWHERE = """
 import sys
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
-directory, again = sys.argv[1:]
-assert not any(name.startswith("flashmhf") for name in sys.modules)
-config = AutoConfig.from_pretrained(directory, trust_remote_code=True)
-assert config.model_type == "flashmhf"
-model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
-torch.save(model(torch.arange(9)[None]).logits.detach(), directory + "/logits.pt")
-assert AutoModel.from_pretrained(directory, trust_remote_code=True).config.auto_map
-assert AutoTokenizer.from_pretrained(directory).pad_token_id == 1
-model.save_pretrained(again)
+for directory in sys.argv[1:]:
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=True)
+    assert config.model_type == "flashmhf"
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
+    torch.save(model(torch.arange(9)[None]).logits.detach(), directory + "/logits.pt")
+    assert AutoModel.from_pretrained(directory, trust_remote_code=True).config.auto_map
+    assert AutoTokenizer.from_pretrained(directory).pad_token_id == 1
+    model.save_pretrained(directory + "/again")
 """
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_a_saved_model_loads_where_flashmhf_is_not_imported(fp8, tmp_path):
+def test_a_saved_model_loads_where_flashmhf_is_not_imported(tmp_path):
     """With trust_remote_code=True, through the module that config.json's auto_map names; saving it again gives the same
     files."""
-    saved, again = tmp_path / "saved", tmp_path / "again"
-    model = tiny("flashmhf")
-    if fp8:
-        quantize.quantize_(model.requires_grad_(False))
-    model.save_pretrained(saved)
-    tokenizer.train(["text"], 300).save_pretrained(saved)
-    run_python("-c", LOADED_ELSEWHERE, saved, again, cwd=tmp_path, HF_MODULES_CACHE=str(tmp_path / "modules"))
-    with torch.no_grad():
-        torch.testing.assert_close(
-            torch.load(saved / "logits.pt"), model(torch.arange(9)[None]).logits, atol=1e-5, rtol=1e-5
-        )
-        assert torch.equal(AutoModelForCausalLM.from_pretrained(again)(tokens()).logits, model(tokens()).logits)
-    for name in ("config.json", "modeling_flashmhf.py"):
-        assert (again / name).read_text() == (saved / name).read_text()
-    names = "config.json generation_config.json model.safetensors modeling_flashmhf.py"
-    assert {path.name for path in again.iterdir()} == set(names.split())
+    models = {"plain": tiny(), "fp8": tiny()}
+    quantize.quantize_(models["fp8"])
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        tokenizer.train(["text"], 300).save_pretrained(tmp_path / name)
+    saved = [tmp_path / name for name in models]
+    run_python("-c", LOADED_ELSEWHERE, *saved, cwd=tmp_path, HF_MODULES_CACHE=str(tmp_path / "modules"))
+    for directory, model in zip(saved, models.values(), strict=True):
+        again = directory / "again"
+        with torch.no_grad():
+            logits = model(torch.arange(9)[None]).logits
+            torch.testing.assert_close(torch.load(directory / "logits.pt"), logits, atol=1e-5, rtol=1e-5)
+            assert torch.equal(AutoModelForCausalLM.from_pretrained(again)(tokens()).logits, model(tokens()).logits)
+        for name in ("config.json", "modeling_flashmhf.py"):
+            assert (again / name).read_text() == (directory / name).read_text()
+        names = "config.json generation_config.json model.safetensors modeling_flashmhf.py"
+        assert {path.name for path in again.iterdir()} == set(names.split())
 
 
-def test_non_persistent_buffers_keep_float32(tmp_path):
-    """The rotary frequencies, whatever converts the model: bf16 has 8 bits, positions have 12."""
-    model = tiny("flashmhf")
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name not in model.state_dict()}
-    assert any("inv_freq" in name for name in buffers)
-    assert {buffer.dtype for buffer in buffers.values()} == {torch.float32}
+def test_rotary_frequencies_keep_float32(tmp_path):
+    """Whatever converts the model: bf16 has 8 bits, positions have 12."""
+    model = tiny()
     model.save_pretrained(tmp_path)
-    tokenizer.train(["text"], 300).save_pretrained(tmp_path)
     converted = {
-        "to(dtype)": tiny("flashmhf").to(torch.bfloat16),
-        "to(tensor)": tiny("flashmhf").to(torch.zeros(1, dtype=torch.float16)),
-        "half": tiny("flashmhf").half(),
-        "bfloat16": tiny("flashmhf").bfloat16(),
+        "to(dtype)": tiny().to(torch.bfloat16),
+        "to(tensor)": tiny().to(torch.zeros(1, dtype=torch.float16)),
+        "half": tiny().half(),
         "from_config": AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16),
         "from_pretrained": AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16),
-        "pretrained.load": pretrained.load(str(tmp_path), device="cpu", dtype="bfloat16")[0],
-        "inner model": tiny("flashmhf").model.to(torch.bfloat16),
+        "load": lm.load(tmp_path, torch.bfloat16),
+        "inner model": tiny().model.to(torch.bfloat16),
     }
     for how, other in converted.items():
-        found = {name.removeprefix("model."): buffer for name, buffer in other.named_buffers()}
         assert other.dtype != torch.float32, how
-        for name, buffer in buffers.items():
-            name = name.removeprefix("model.")
-            assert found[name].dtype == torch.float32 and torch.equal(found[name], buffer), (how, name)
-    assert {buffer.device.type for _, buffer in tiny("flashmhf").to("meta", torch.bfloat16).named_buffers()} == {"meta"}
+        found = dict(getattr(other, "model", other).rotary_emb.named_buffers())
+        for name, buffer in model.model.rotary_emb.named_buffers():
+            assert found[name].dtype == buffer.dtype == torch.float32 and torch.equal(found[name], buffer), (how, name)
+    assert {buffer.device.type for buffer in tiny().to("meta", torch.bfloat16).buffers()} == {"meta"}
 
 
 @pytest.mark.parametrize(
@@ -158,21 +151,6 @@ def test_initialisation(init, weights, in_proj, out_proj):
         assert part.std().item() == pytest.approx(std, rel=0.05)
     assert model.model.layers[0].self_attn.q_proj.weight.std().item() == pytest.approx(0.03, rel=0.05)
     assert not torch.equal(mlp.k, other.k) and torch.equal(mlp.k, again.model.layers[0].mlp.k)
-
-
-@pytest.mark.parametrize("ffn", FFN_TYPES)
-def test_generation_with_and_without_cache(ffn):
-    model = tiny(ffn)
-    prompt, settings = tokens(1, 7), dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
-    cached = model.generate(prompt, use_cache=True, **settings)
-    assert torch.equal(cached, model.generate(prompt, use_cache=False, **settings))
-    with torch.no_grad():
-        whole, cache, pieces = model(tokens()).logits, None, []
-        for piece in tokens().split([10, 1, 13], dim=1):
-            out = model(piece, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            pieces.append(out.logits)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-5, rtol=1e-5)
 
 
 def in_16_bits(ffn: str, **overrides) -> FlashMHFForCausalLM:
@@ -224,8 +202,9 @@ def test_no_mode_changes_the_arithmetic(ffn, device):
 
 
 @pytest.mark.parametrize("ffn", FFN_TYPES)
-def test_a_static_cache_gives_the_same_tokens(ffn, device):
-    """On a GPU transformers compiles the model for it, but not where the host chooses frequencies by the positions."""
+def test_every_cache_gives_the_same_tokens(ffn, device):
+    """On a GPU transformers compiles the model for a static one, but not where the host chooses frequencies by the
+    positions."""
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
     dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}}
     for overrides in ({}, dynamic | {"max_position_embeddings": 12} if ffn == "flashmhf" else {}):
@@ -235,6 +214,11 @@ def test_a_static_cache_gives_the_same_tokens(ffn, device):
         expected = model.generate(ids, **settings)
         assert torch.equal(model.generate(ids, cache_implementation="static", **settings), expected)
         assert len(expected[:, 9:].unique()) > 5
+        if device == "cpu" and not overrides:
+            assert torch.equal(model.generate(ids, use_cache=False, **settings), expected)
+            cache = DynamicCache(config=model.config)
+            pieces = [model(piece, past_key_values=cache).logits for piece in expected.split([10, 1, 10], dim=1)]
+            torch.testing.assert_close(torch.cat(pieces, 1), model(expected).logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("ffn", FFN_TYPES)
@@ -316,44 +300,33 @@ def test_sizes_set_here_match_their_scale(name):
 # Heads of transformers: sequence and token classification, question answering
 
 
-# auto class -> (the model, its labels for two sequences of 7 tokens, the shape of what it scores)
-HEADS = {
-    "AutoModelForSequenceClassification": (lm.FlashMHFForSequenceClassification, {"labels": torch.tensor([0, 2])}, (2,
-     3)),
-    "AutoModelForTokenClassification": (lm.FlashMHFForTokenClassification, {"labels": torch.randint(3, (2, 7))}, (2, 7,
-     3)),
-    "AutoModelForQuestionAnswering": (lm.FlashMHFForQuestionAnswering, {"start_positions": torch.tensor([1, 2]),
-     "end_positions": torch.tensor([3, 5])}, (2, 7)),
-}  # fmt: skip
+HEADS = {  # labels for two sequences of 7 tokens, the shape of what is scored
+    "SequenceClassification": ({"labels": torch.tensor([0, 2])}, (2, 3)),
+    "TokenClassification": ({"labels": torch.randint(3, (2, 7))}, (2, 7, 3)),
+    "QuestionAnswering": ({"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 5])}, (2, 7)),
+}
 
 
-@pytest.mark.parametrize("auto", HEADS)
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("ffn", ["flashmhf", "mh_ffn"])
-def test_trains_saves_and_loads(auto, ffn, tmp_path):
-    kind, labels, shape = HEADS[auto]
-    model = getattr(transformers, auto).from_config(
-        preset(f"{ffn}-tiny").config(num_labels=3, pad_token_id=1, ffn_num_kv_heads=1)
-    )
-    assert type(model) is kind
-    ids = torch.randint(2, 500, (2, 7))
+def test_trains_saves_and_loads(head, ffn, tmp_path):
+    kind, auto, (labels, shape) = f"FlashMHFFor{head}", getattr(transformers, f"AutoModelFor{head}"), HEADS[head]
+    config = preset(f"{ffn}-tiny").config(num_labels=3, pad_token_id=1, ffn_num_kv_heads=1)
+    model, ids = auto.from_config(config), torch.randint(2, 500, (2, 7))
+    assert type(model) is getattr(lm, kind)
     out = model(input_ids=ids, **labels)
     out.loss.backward()
-    scored = out.start_logits if "Question" in auto else out.logits
-    assert scored.shape == shape
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
     model.eval().save_pretrained(tmp_path)
-    module = (tmp_path / "modeling_flashmhf.py").read_text()  # names every class, for where flashmhf is not imported
-    assert all(
-        each.__name__ in module and each.__name__ in (tmp_path / "config.json").read_text()
-        for each, *_ in HEADS.values()
-    )
+    for name in ("modeling_flashmhf.py", "config.json"):  # name every class, for where flashmhf is not imported
+        assert all(f"FlashMHFFor{each}" in (tmp_path / name).read_text() for each in HEADS)
+    scores = ("start_logits", "end_logits") if head == "QuestionAnswering" else ("logits",)
     expected = model(input_ids=ids)
     for remote in (False, True):
-        loaded = getattr(transformers, auto).from_pretrained(tmp_path, trust_remote_code=remote)
-        assert type(loaded).__name__ == kind.__name__
+        loaded = auto.from_pretrained(tmp_path, trust_remote_code=remote)
+        assert type(loaded).__name__ == kind
         again = loaded(input_ids=ids)
-        for name in ("start_logits", "end_logits") if "Question" in auto else ("logits",):
-            assert torch.equal(again[name], expected[name])
+        assert all(again[name].shape == shape and torch.equal(again[name], expected[name]) for name in scores)
 
 
 def test_padding_that_is_end_of_text_is_learnt():
