@@ -84,9 +84,8 @@ def test_error(device, head_dim, subnet_dim, group, dtype, gate):
         q, k, u, v, r = problem(tokens, 2 * group, 5, subnet_dim, head_dim, group=group, dtype=dtype, device=device)
         packed = quantize.pack_fp8(k, u, v)
         if gate == "w":
-            w = torch.randn(2 * group, head_dim, 5, generator=torch.Generator().manual_seed(7)).to(device) / math.sqrt(
-                head_dim
-            )
+            w = torch.randn(2 * group, head_dim, 5, generator=torch.Generator().manual_seed(7)) * head_dim**-0.5
+            w = w.to(device)
             r, out = flashmhf.gate(q, w), torch.ops.flashmhf.fp8_gated_forward(q, *packed.tensors, w, 1e-20)
         else:
             r = r if gate == "r" else None
@@ -180,52 +179,37 @@ def test_states_of_other_kinds_are_refused(name, change, error, message, assign)
         served.load_state_dict(state, assign=assign, strict=False)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"q_norm": True, "bias": True}, {"skip_linear": True}, {"num_kv_heads": 1}], ids=str
-)
-def test_modules(settings):
-    network = flashmhf.FlashMHF(128, 2, 3, 80, **settings, dtype=torch.bfloat16).eval()
-    x = torch.randn(4, 50, 128, dtype=torch.bfloat16)
+def test_states_and_dtypes_of_modules():
+    """What a network computes in FP8 is in test_fp8_layer.py."""
+    network = flashmhf.FlashMHF(128, 2, 3, 80, q_norm=True, bias=True, dtype=torch.bfloat16)
+    x, before = torch.randn(4, 50, 128, dtype=torch.bfloat16), copy.deepcopy(network.state_dict())
     with torch.no_grad():
-        truth = copy.deepcopy(network).double()(x.double())
-        whole = quantize.to_fp8(network)
-        assert relative_l2(whole(x), truth) < 0.075
-        other = quantize.to_fp8(flashmhf.FlashMHF(128, 2, 3, 80, **settings, dtype=torch.bfloat16))
-        other.load_state_dict(whole.state_dict())
-        assert torch.equal(other(x), whole(x))
-        halved = copy.deepcopy(whole).half()
+        served = quantize.to_fp8(network)
+        other = quantize.to_fp8(flashmhf.FlashMHF(128, 2, 3, 80, q_norm=True, bias=True, dtype=torch.bfloat16))
+        other.load_state_dict(served.state_dict())
+        assert torch.equal(other(x), served(x))
+        halved = copy.deepcopy(served).half()
         assert halved.k8.dtype == E4M3 and halved.router.dtype == torch.float16
-        assert halved.scales.dtype == torch.float32 and relative_l2(halved(x.half()), truth) < 0.075
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"backend": "eager", "deterministic": True, "router_eps": 0.5},
-        {"backend": "triton", "num_kv_heads": 1, "skip_linear": True},
-    ],
-    ids=str,
-)
-def test_settings_stay(settings):
-    network = flashmhf.FlashMHF(128, 2, 3, 80, **settings)
-    served = quantize.to_fp8(network)
-    for each in (served, copy.deepcopy(served), copy.deepcopy(network)):
-        for name in ("d_model", "num_heads", "head_dim", "num_kv_heads", "num_subnets", "subnet_dim", "activation"):
-            assert getattr(each, name) == getattr(network, name), name
-        assert {name: getattr(each, name) for name in settings} == settings
-    with pytest.raises(ValueError, match="backend is 'reference'; supported: 'auto', 'hopper', 'triton', 'eager'"):
-        quantize.to_fp8(flashmhf.FlashMHF(64, 1, 1, 16, backend="reference"))
-
-
-def test_the_source_stays_as_it_was():
-    network = flashmhf.FlashMHF(128, 2, 3, 80, q_norm=True)
-    before = copy.deepcopy(network.state_dict())
-    served = quantize.to_fp8(network)
-    assert network.training and network.in_proj.training and all(each.requires_grad for each in network.parameters())
-    with torch.no_grad():
+        assert halved.scales.dtype == torch.float32
+        truth = copy.deepcopy(network).double()(x.double())
+        assert relative_l2(served(x), truth) < 0.075 and relative_l2(halved(x.half()), truth) < 0.075
         for tensor in served.state_dict().values():
             tensor.zero_()
+    assert network.training and network.in_proj.training and all(each.requires_grad for each in network.parameters())
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+
+
+def test_settings_stay():
+    for settings in (
+        {"backend": "eager", "deterministic": True, "router_eps": 0.5},
+        {"backend": "triton", "num_kv_heads": 1, "skip_linear": True},
+    ):
+        network = flashmhf.FlashMHF(128, 2, 3, 80, **settings)
+        served = quantize.to_fp8(network)
+        for each in (served, copy.deepcopy(served), copy.deepcopy(network)):
+            for name in ("d_model", "num_heads", "head_dim", "num_kv_heads", "num_subnets", "subnet_dim", "activation"):
+                assert getattr(each, name) == getattr(network, name), name
+            assert {name: getattr(each, name) for name in settings} == settings
 
 
 def test_quantize_a_model():
@@ -298,6 +282,8 @@ def test_refusals():
         (NotImplementedError, "an input requires a gradient", quantize.forward, q.clone().requires_grad_(), packed),
         (TypeError, "network must be a flashmhf.FlashMHF, got Linear", quantize.to_fp8, nn.Linear(2, 2)),
         (ValueError, "activation is 'gelu'", quantize.Fp8FlashMHF, gelu),
+        (ValueError, "backend is 'reference'; supported: 'auto', 'hopper', 'triton', 'eager'", quantize.to_fp8,
+         flashmhf.FlashMHF(64, 1, 1, 16, backend="reference")),
         (ValueError, "model holds no FlashMHF", quantize.quantize_, nn.Sequential(nn.Linear(2, 2))),
         (ValueError, r"supported: to_fp8\(model\)", quantize.quantize_, gelu),
     ):  # fmt: skip
