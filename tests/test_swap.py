@@ -1,6 +1,8 @@
 """FlashMHF in place of the SwiGLU networks of a model: which, of what sizes, drawn how, and refusals. How such a model
 is stored and loaded is in tests/models/test_quantization.py."""
 
+import operator
+
 import pytest
 import torch
 from torch import nn
@@ -68,11 +70,19 @@ def swiglus(*widths: int) -> nn.Module:
     return nn.Sequential(*(flashmhf.SwiGLU(width, 192) for width in widths))
 
 
-def holding(**given: object) -> nn.Module:
-    swiglu = flashmhf.SwiGLU(64, 192)
+def changed(module: nn.Module, part: str = "", **given: object) -> nn.Module:
+    """Set attributes of a module, or of a part of it."""
     for name, value in given.items():
-        setattr(swiglu, name, value)
-    return swiglu
+        setattr(operator.attrgetter(part)(module) if part else module, name, value)
+    return module
+
+
+def holding(**given: object) -> nn.Module:
+    return changed(flashmhf.SwiGLU(64, 192), **given)
+
+
+def block(**parts: nn.Module) -> nn.Module:
+    return changed(nn.Module(), **parts)
 
 
 def test_a_network_with_a_parameter_of_its_own_stays():
@@ -90,13 +100,6 @@ class Fused(nn.Module):
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(shape))
-
-
-def block(**parts: nn.Module) -> nn.Module:
-    module = nn.Module()
-    for name, part in parts.items():
-        module.add_module(name, part)
-    return module
 
 
 ROUTER = nn.Linear(64, 2, bias=False)
@@ -129,22 +132,13 @@ def test_a_changed_model_has_not_the_name_under_which_the_unchanged_one_lies(who
     assert again.name_or_path == str(tmp_path / "changed")
 
 
-def adapted_elsewhere() -> nn.Module:
+def adapted() -> nn.Module:
     """The adapter's file would not have the FlashMHF networks, and names the model that had SwiGLU."""
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(foreign(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
 
 
-def quantised() -> nn.Module:
-    model = foreign()
-    model.config.quantization_config = {"quant_method": "torchao"}
-    return model
-
-
-def partly_other() -> nn.Module:
-    model = foreign()
-    model.model.layers[1].mlp = flashmhf.MHFFN(128, 2, 16)
-    return model
+OTHER = {"quant_method": "torchao"}
 
 
 @pytest.mark.parametrize(
@@ -162,11 +156,13 @@ def partly_other() -> nn.Module:
         (lambda: swiglus(64), {"num_heads": 0}, ValueError, "num_heads"),
         (lambda: swiglus(64), {"num_heads": 2.0}, TypeError, "num_heads"),
         (lambda: swiglus(64, 50), {"num_heads": 4}, ValueError, "d_model is 50; it must be a multiple of num_heads"),
-        (adapted_elsewhere, {}, ValueError, "self_attn.q_proj is held by an adapter; .*before get_peft_model"),
-        (quantised, {}, ValueError, "LlamaForCausalLM is quantised by 'torchao'; supported: no other method"),
-        (partly_other, {}, ValueError, "model.layers.1.mlp is a MHFFN, which is not recorded; supported: FlashMHF"),
+        (adapted, {}, ValueError, "self_attn.q_proj is held by an adapter; .*before get_peft_model"),
+        (lambda: changed(foreign(), "config", quantization_config=OTHER), {}, ValueError,
+         "LlamaForCausalLM is quantised by 'torchao'; supported: no other method"),
+        (lambda: changed(foreign(), "model.layers.1", mlp=flashmhf.MHFFN(128, 2, 16)), {}, ValueError,
+         "model.layers.1.mlp is a MHFFN, which is not recorded; supported: FlashMHF"),
     ],
-)
+)  # fmt: skip
 def test_replace_ffn_refuses_and_leaves_the_model_as_it_was(model, arguments, error, message):
     model = model()
     before = str(model)
