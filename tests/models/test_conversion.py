@@ -17,29 +17,9 @@ from transformers.activations import ACT2FN
 from flashmhf import models as lm
 from flashmhf.models import FlashMHFConfig, conversion
 
-OFFICIAL = {
-    "model_type": "mhffnmoe",
-    "eos_token_id": 0,
-    "hidden_act": "silu",
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": None,
-    "rope_theta": 5000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 61,
-    "mhffnmoe_num_heads": 3,
-    "mhffnmoe_num_kuv_heads": 3,
-    "mhffnmoe_num_experts": 4,
-    "mhffnmoe_skip_linear": False,
-    "mhffnmoe_custom_init": True,
-    "mhffnmoe_apply_rmsnorm": True,
-    "mhffnmoe_init_w_self_gain": 0.707,
-    "mhffnmoe_use_flash": True,
-}
+
+def of_network(prefix: str = "mhffnmoe", **settings: object) -> dict:
+    return {f"{prefix}_{name}": value for name, value in settings.items()}
 
 
 def settings_of(config: dict) -> dict:
@@ -48,6 +28,20 @@ def settings_of(config: dict) -> dict:
     return {name.removeprefix(prefix): value for name, value in config.items() if name.startswith(prefix)}
 
 
+SIZES = dict(hidden_size=48, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, vocab_size=61)
+COMMON = dict(num_heads=3, num_kuv_heads=3, skip_linear=False, custom_init=True, apply_rmsnorm=True, use_flash=True)
+OFFICIAL = {
+    "model_type": "mhffnmoe",
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "intermediate_size": 72,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": False,
+    **SIZES,
+    **of_network(**COMMON, num_experts=4, init_w_self_gain=0.707),
+}
 IDS = torch.randint(61, (1, 19), generator=torch.Generator().manual_seed(3))
 
 
@@ -132,29 +126,32 @@ def write(directory, config: dict, state: dict[str, Tensor]) -> None:
     whole(directory, state)
 
 
-MHFFN = {name.replace("mhffnmoe", "mhffn"): value for name, value in OFFICIAL.items() if name != "mhffnmoe_num_experts"}
-MHFFN |= {"model_type": "mhffn"}
+def mixture(**settings: object) -> dict:
+    return OFFICIAL | of_network(**settings)
+
+
+def mhffn(**settings: object) -> dict:
+    llama = {name: value for name, value in OFFICIAL.items() if "mhffn" not in name}
+    return llama | {"model_type": "mhffn"} | of_network("mhffn", **COMMON | settings)
 
 
 CONFIGURATIONS = {
     "q_norm": OFFICIAL,
     "swish": OFFICIAL | {"hidden_act": "swish"},
-    "unused q_norm": OFFICIAL | {"mhffnmoe_apply_rmsnorm": False},
-    "no norm before the network": OFFICIAL | {"mhffnmoe_disable_original_mlp_rmsnorm": True},
-    "tied, one expert": OFFICIAL | {"tie_word_embeddings": True, "mhffnmoe_num_experts": 1},
-    "one head": OFFICIAL | {"num_key_value_heads": 4, "mhffnmoe_num_heads": 1, "mhffnmoe_num_kuv_heads": None},
-    "grouped heads": OFFICIAL | {"mhffnmoe_num_heads": 6, "mhffnmoe_num_kuv_heads": 2},
-    "no projections, gelu": OFFICIAL | {"mhffnmoe_skip_linear": True, "hidden_act": "gelu"},
-    "relu2": OFFICIAL | {"hidden_act": "relu2", "mhffnmoe_num_kuv_heads": 1},
-    "mhffn": MHFFN,
-    "dot": OFFICIAL | {"mhffnmoe_apply_dot_scaling": True},
-    "dot theory": OFFICIAL | {"mhffnmoe_apply_dot_scaling": True, "mhffnmoe_apply_dot_scaling_theory": True},
-    "theory alone": OFFICIAL | {"mhffnmoe_apply_dot_scaling_theory": True},
-    "final and dot": OFFICIAL
-    | {"mhffnmoe_apply_final_scaling": True, "mhffnmoe_apply_dot_scaling": True, "hidden_act": "relu"},
-    "mhffn grouped and dot": MHFFN
-    | {"mhffn_num_kuv_heads": 1, "mhffn_apply_dot_scaling": True, "mhffn_apply_rmsnorm": False},
-    "mhffn without projections": MHFFN | {"mhffn_skip_linear": True, "mhffn_apply_final_scaling": True},
+    "unused q_norm": mixture(apply_rmsnorm=False),
+    "no norm before the network": mixture(disable_original_mlp_rmsnorm=True),
+    "tied, one expert": mixture(num_experts=1) | {"tie_word_embeddings": True},
+    "one head": mixture(num_heads=1, num_kuv_heads=None) | {"num_key_value_heads": 4},
+    "grouped heads": mixture(num_heads=6, num_kuv_heads=2),
+    "no projections, gelu": mixture(skip_linear=True) | {"hidden_act": "gelu"},
+    "relu2": mixture(num_kuv_heads=1) | {"hidden_act": "relu2"},
+    "mhffn": mhffn(init_w_self_gain=0.707),
+    "dot": mixture(apply_dot_scaling=True),
+    "dot theory": mixture(apply_dot_scaling=True, apply_dot_scaling_theory=True),
+    "theory alone": mixture(apply_dot_scaling_theory=True),
+    "final and dot": mixture(apply_final_scaling=True, apply_dot_scaling=True) | {"hidden_act": "relu"},
+    "mhffn grouped and dot": mhffn(num_kuv_heads=1, apply_dot_scaling=True, apply_rmsnorm=False),
+    "mhffn without projections": mhffn(skip_linear=True, apply_final_scaling=True),
 }
 
 
@@ -188,10 +185,11 @@ def test_settings_outside_the_network_are_carried_over():
 
 def test_scales_and_gains_of_the_initialisation():
     """std * gain of the official module, with the scale that the weights take in."""
-    scaled = dict.fromkeys(("mhffnmoe_apply_dot_scaling", "mhffnmoe_apply_dot_scaling_theory"), True)
-    heads = dict.fromkeys(("mhffnmoe_num_heads", "mhffnmoe_num_kuv_heads"), 4)
-    drawn = {"mhffnmoe_init_gate_gain": 0.5, "mhffnmoe_init_w_self_2_gain": 0.707, "initializer_range": 0.04}
-    gains = from_official(**scaled, **heads, **drawn).official_init
+    given = mixture(
+        apply_dot_scaling=True, apply_dot_scaling_theory=True, num_heads=4, num_kuv_heads=4, init_gate_gain=0.5,
+        init_w_self_2_gain=0.707,
+    )  # fmt: skip
+    gains = conversion.config_from_official(given | {"initializer_range": 0.04}).official_init
     # gate: 0.04 * 0.5 / sqrt(4), times the scale 4; the others have the gain 1
     assert (gains.k, gains.u, gains.v, gains.router) == (2.0, 4.0, 2.0, 2.0)
     assert (gains.in_proj, gains.out_proj, gains.identity) == (0.707, 0.707, False)
@@ -268,8 +266,7 @@ def test_the_files_that_transformers_takes(case, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(OFFICIAL))
     model, expected = conversion.load_official(tmp_path), official_model(OFFICIAL).float()
     torch.testing.assert_close(model(IDS).logits, expected(IDS).logits, atol=1e-3, rtol=1e-3)
-    sizes = dict(hidden_size=48, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1, vocab_size=61)
-    LlamaConfig(**sizes).save_pretrained(tmp_path)
+    LlamaConfig(**SIZES).save_pretrained(tmp_path)
     taken = LlamaForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(model.model.embed_tokens.weight, taken.model.embed_tokens.weight)
 

@@ -133,24 +133,21 @@ def test_rotary_frequencies_keep_float32(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("init", "weights", "in_proj", "out_proj"),
+    ("init", "deviations"),  # of K, W_in and W_out
     [
-        ("normal", 0.03, 0.03, 0.03),
-        ("official", 0.02, 0.707 * (2 / 512) ** 0.5, 0.707 * (2 / 512) ** 0.5),
-        ("balanced", 128**-0.5, 256**-0.5, (2 * 2 * 256) ** -0.5),  # of d_h, d_model and the two layers
+        ("normal", [0.03, 0.03, 0.03]),
+        ("official", [0.02, 0.707 * (2 / 512) ** 0.5, 0.707 * (2 / 512) ** 0.5]),
+        ("balanced", [128**-0.5, 256**-0.5, (2 * 2 * 256) ** -0.5]),  # of d_h, d_model and the two layers
     ],
 )
-def test_initialisation(init, weights, in_proj, out_proj):
+def test_initialisation(init, deviations):
     """Standard deviations of the chosen scheme; layers differ; the seed decides."""
-    model, again = (
-        tiny("flashmhf", hidden_size=256, intermediate_size=512, ffn_init=init, initializer_range=0.03)
-        for _ in range(2)
-    )
-    mlp, other = model.model.layers[0].mlp, model.model.layers[1].mlp
-    for part, std in ((mlp.k, weights), (mlp.in_proj.weight, in_proj), (mlp.out_proj.weight, out_proj)):
-        assert part.std().item() == pytest.approx(std, rel=0.05)
-    assert model.model.layers[0].self_attn.q_proj.weight.std().item() == pytest.approx(0.03, rel=0.05)
-    assert not torch.equal(mlp.k, other.k) and torch.equal(mlp.k, again.model.layers[0].mlp.k)
+    sizes = dict(hidden_size=256, intermediate_size=512)
+    model, again = (tiny(**sizes, ffn_init=init, initializer_range=0.03).model.layers for _ in range(2))
+    mlp, attention = model[0].mlp, model[0].self_attn
+    found = [each.std().item() for each in (mlp.k, mlp.in_proj.weight, mlp.out_proj.weight, attention.q_proj.weight)]
+    assert found == pytest.approx([*deviations, 0.03], rel=0.05)
+    assert not torch.equal(mlp.k, model[1].mlp.k) and torch.equal(mlp.k, again[0].mlp.k)
 
 
 def in_16_bits(ffn: str, **overrides) -> FlashMHFForCausalLM:

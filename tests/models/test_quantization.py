@@ -349,19 +349,13 @@ def test_the_trainer_and_adapters_take_a_reloaded_model(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """The directory of a model as it is trained."""
-    directory = tmp_path_factory.mktemp("plain")
-    tiny().save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def packed(plain, tmp_path_factory):
-    """The directory of that model in FP8."""
-    directory = tmp_path_factory.mktemp("packed")
-    FlashMHFForCausalLM.from_pretrained(plain, quantization_config=FlashMHFFp8Config()).save_pretrained(directory)
-    return directory
+def stored(tmp_path_factory):
+    """A directory with a model as it is trained in "plain", and that model in FP8 in "packed"."""
+    folder = tmp_path_factory.mktemp("stored")
+    tiny().save_pretrained(folder / "plain")
+    model = FlashMHFForCausalLM.from_pretrained(folder / "plain", quantization_config=FlashMHFFp8Config())
+    model.save_pretrained(folder / "packed")
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -390,9 +384,9 @@ def test_quantised_while_loading_stored_and_restored(settings, tmp_path):
 @pytest.mark.parametrize(
     "settings", [{"dtype": torch.bfloat16}, {"dtype": "auto"}, {"device_map": "auto"}, {"device_map": {"": "cpu"}}]
 )
-def test_dtype_and_device_map(packed, plain, settings):
-    for directory, config in ((packed, {}), (plain, {"quantization_config": FlashMHFFp8Config()})):
-        model = AutoModelForCausalLM.from_pretrained(directory, **settings, **config)
+def test_dtype_and_device_map(stored, settings):
+    for name, config in (("packed", {}), ("plain", {"quantization_config": FlashMHFFp8Config()})):
+        model = AutoModelForCausalLM.from_pretrained(stored / name, **settings, **config)
         mlp = model.model.layers[1].mlp
         wanted = torch.bfloat16 if settings.get("dtype") == torch.bfloat16 else torch.float32
         assert model.dtype == mlp.router.dtype == mlp.in_proj.weight.dtype == wanted
@@ -416,7 +410,8 @@ K8, SCALES, LAYOUT = (f"model.layers.1.mlp.{name}" for name in ("k8", "scales", 
     ({"networks": {"model.layers.7.mlp": {}}}, "FlashMHFForCausalLM has no model.layers.7.mlp"),
     ({"fp8": ["model.layers.7.mlp"]}, "FlashMHFForCausalLM has no model.layers.7.mlp"),
 ])  # fmt: skip
-def test_damaged_checkpoints(packed, tmp_path, change, message):
+def test_damaged_checkpoints(stored, tmp_path, change, message):
+    packed = stored / "packed"
     config, state = json.loads((packed / "config.json").read_text()), load_file(packed / "model.safetensors")
     config["quantization_config"].update(change) if isinstance(change, dict) else change(state)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -425,7 +420,7 @@ def test_damaged_checkpoints(packed, tmp_path, change, message):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_refusals(plain, packed, tmp_path):
+def test_refusals(stored, tmp_path):
     tiny("swiglu").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="holds no FlashMHF"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FlashMHFFp8Config())
@@ -437,8 +432,8 @@ def test_refusals(plain, packed, tmp_path):
     parts = "model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"
     offloaded = {"device_map": dict.fromkeys(parts, "cpu") | {"model.layers.1": "disk"}, "offload_folder": tmp_path}
     with pytest.raises(ValueError, match="model.layers.1.mlp is offloaded"):
-        AutoModelForCausalLM.from_pretrained(plain, quantization_config=FlashMHFFp8Config(), **offloaded)
-    model = AutoModelForCausalLM.from_pretrained(plain, **offloaded)
+        AutoModelForCausalLM.from_pretrained(stored / "plain", quantization_config=FlashMHFFp8Config(), **offloaded)
+    model = AutoModelForCausalLM.from_pretrained(stored / "plain", **offloaded)
     before = str(model)
     with pytest.raises(ValueError, match="model.layers.1.mlp is offloaded; supported: models loaded without offload"):
         quantize.quantize_(model)
@@ -446,5 +441,5 @@ def test_refusals(plain, packed, tmp_path):
     shared = types.SimpleNamespace(config=types.SimpleNamespace(distributed_config=object()))
     with pytest.raises(NotImplementedError, match="several processes"):
         FlashMHFQuantizer(FlashMHFRecord(fp8=True))._process_model_before_weight_loading(shared)
-    config = AutoConfig.from_pretrained(packed)
+    config = AutoConfig.from_pretrained(stored / "packed")
     assert FlashMHFRecord.from_dict(config.quantization_config).to_dict() == config.quantization_config
