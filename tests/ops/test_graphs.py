@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import flashmhf
 from flashmhf import backends, quantize
 from flashmhf.backends import hopper
+from flashmhf.distributed.shards import Rank, shard
 from flashmhf.testing import problem
 
 BF16 = torch.bfloat16
@@ -64,9 +65,11 @@ OPTIONS = {"q_norm": True, "bias": True, "num_kv_heads": 1}
 @dynamic_or_not
 @pytest.mark.parametrize("settings", [{}, OPTIONS], ids=["plain", "options"])
 @pytest.mark.parametrize(("served", "name"), [(nn.Identity(), "graph_layer"), (quantize.to_fp8, "graph_fp8_layer")])
+@pytest.mark.parametrize("engine", [False, True])
 @torch.no_grad()
-def test_layer(settings, served, name, dynamic):
+def test_layer(settings, served, name, engine, dynamic):
     module = served(network(**settings))
+    module = shard(module, Rank()) if engine else module  # as engines hold it
     result, found = compiled(module, dynamic=dynamic)
     assert found == [f"flashmhf_hopper.{name}"]
     assert_close(result, module(X))
