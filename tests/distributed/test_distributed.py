@@ -15,8 +15,9 @@ RUNS = Path(__file__).with_name("distributed_runs.py")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
 
 
-def run(case: str, processes: int, *arguments: object, device: str = "cpu") -> None:
-    run_python(RUNS, processes, case, *arguments, DISTRIBUTED_DEVICE=device, NCCL_NVLS_ENABLE="0")
+def run(cases: str, processes: int, *arguments: object, device: str = "cpu") -> None:
+    environment = {"DISTRIBUTED_DEVICE": device, "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1"}
+    run_python(RUNS, processes, cases, *arguments, **environment)
 
 
 @pytest.mark.gpu
@@ -27,41 +28,26 @@ def test_two_gpus(case):
     run(case, 2, device="cuda")
 
 
-@pytest.mark.parametrize(
-    ("cases", "processes"),
-    [
-        ("rules,kernels", 2),
-        ("rules_on_two_dimensions,muon", 4),
-        ("module_cases,compiled_module,served_shard,mixed_precision,initialisation,muon", 2),
-    ],
-)
-def test_operators_modules_and_muon(cases, processes):
+@pytest.mark.parametrize(("processes", "cases"), [
+    (2, "rules,kernels"),
+    (4, "rules_on_two_dimensions,muon"),
+    (2, "module_cases,compiled_module,served_shard,mixed_precision,initialisation,muon,refusals"),
+])  # fmt: skip
+def test_operators_modules_and_muon(processes, cases):
     run(cases, processes)
 
 
-@pytest.mark.parametrize(
-    ("cases", "processes"),
-    [
-        pytest.param("training", 4, marks=pytest.mark.slow),
-        ("example,uneven_sizes,norms_of_heads", 2),
-    ],
-)
-def test_language_models_train_as_in_one_process(cases, processes):
+@pytest.mark.parametrize(("processes", "cases"), [
+    pytest.param((4,), "training", marks=pytest.mark.slow),
+    ((2,), "example,plans"),
+    pytest.param((2,), "transformers_plans", marks=pytest.mark.slow),
+    ((4, 2, 1), "checkpoint"),
+])  # fmt: skip
+def test_language_models_train_as_in_one_process(processes, cases, tmp_path):
     pytest.importorskip("transformers")
-    run(cases, processes)
-
-
-@pytest.mark.slow
-def test_transformers_own_tensor_and_pipeline_parallelism(tmp_path):
-    pytest.importorskip("transformers")
-    run("transformers_plans", 2, tmp_path)
-
-
-def test_a_checkpoint_of_four_processes_loads_on_two_and_one(tmp_path):
-    pytest.importorskip("transformers")
-    run("save_checkpoint", 4, tmp_path)
-    run("load_checkpoint", 2, tmp_path)
-    run("load_checkpoint", 1, tmp_path)
+    folder = [tmp_path] if cases in ("checkpoint", "transformers_plans") else []
+    for count in processes:
+        run(cases, count, *folder)
 
 
 @pytest.mark.parametrize(
