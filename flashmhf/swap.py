@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from . import checks, torch_private
+from . import checks
 from .checks import positive
 from .nn.flashmhf import FlashMHF, default_num_heads, default_subnet_dim
 from .nn.init import INITIALIZER_RANGE, Projection
-from .nn.weights import check_held, mark_drawn
+from .nn.weights import check_held, check_whole, mark_drawn
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 WIDTH_MULTIPLE = 16  # what the kernels want of d_e
@@ -102,6 +102,7 @@ def replace_ffn(
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     if (num_subnets is None) != (subnet_dim is None):
         raise ValueError(f"num_subnets is {num_subnets} and subnet_dim is {subnet_dim}; give both or neither")
+    check_whole("", model)
     empty = all(parameter.is_meta for parameter in model.parameters())
     experts = {id(network) for block in model.modules() for network in _experts(block)}
     for name, module in model.named_modules():
@@ -117,8 +118,6 @@ def replace_ffn(
         for each, projection in zip(_PROJECTIONS, projections, strict=True):
             held = f"{name}.{each}".lstrip(".")
             check_held(held, projection, empty)
-            if any(map(torch_private.is_dtensor, projection.parameters())):
-                raise ValueError(f"{held} is sharded (DTensor); supported: models before parallelize or fully_shard")
         if is_swiglu(module):
             shared.setdefault(id(module), []).append(name)
     names = [name for members in shared.values() for name in members]

@@ -4,6 +4,8 @@ the name of the part, and changes nothing."""
 import pytest
 import torch
 from torch import nn
+from torch.distributed import fsdp
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
 
 import flashmhf
@@ -53,6 +55,14 @@ def with_an_adapted_part(model: nn.Module, part: str) -> None:
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=[part]), model[1])
 
 
+def wrapped(model: nn.Module, part: str) -> None:
+    model[1] = DistributedDataParallel(model[1])
+
+
+def sharded(model: nn.Module, part: str) -> None:
+    fsdp.fully_shard(model[1], mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+
+
 NOT_FLASHMHF, OF_ONE = {"replace_ffn"}, {door for door in DOORS if "of one" in door}
 WAYS = {  # what is done, the message after the network's name, and the functions that it does not concern
     "offloaded": (offloaded, r"\S+ is offloaded; supported: models loaded without offloading",
@@ -64,6 +74,10 @@ WAYS = {  # what is done, the message after the network's name, and the function
     "with a parametrised part": (lambda model, part: parametrizations.weight_norm(model[1].get_submodule(part)),
      "{path} has parametrised weights; .*remove_parametrizations", set()),
     "adapted": (adapted, r"{name}(\.base_layer)? is held by an adapter; .*merge_and_unload", NOT_FLASHMHF | OF_ONE),
+    "wrapped": (wrapped, "1 is a DistributedDataParallel; supported: the model before it is wrapped",
+     DOORS.keys() - {"replace_ffn", "parallelize"}),
+    "sharded": (sharded, r"{name}{gate} is sharded \(DTensor\); supported: models before parallelize or fully_shard",
+     {"save_pretrained", "quantize_", "to_fp8 of one"}),
     "with an adapted part": (with_an_adapted_part, "{path} is held by an adapter; .*merge_and_unload", set()),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from .. import checks
 from ..checks import positive
 from ..nn import MHFFN, DenseMoE, FlashMHF, SwiGLU
 from ..nn.multihead import MultiHead
-from ..nn.weights import check_held
+from ..nn.weights import check_held, check_whole
 from ..quantize import Fp8FlashMHF
 from . import sharding  # noqa: F401  (its import registers the rules)
 
@@ -40,13 +40,14 @@ def check_heads(name: str, module: FlashMHF | MHFFN, size: int) -> None:
 
 def _check_weights(module: nn.Module) -> None:
     """Refuse, before anything changes, weights that are elsewhere, belong to something else or are quantised."""
+    check_whole("", module)
     for name, child in module.named_modules():
         check_held(name, child, empty=True)
         if isinstance(child, Fp8FlashMHF):
             found = f"{name or 'module'} is a network in FP8"
             raise NotImplementedError(f"{found}; supported: 16 and 32 bits, or flashmhf.distributed.shard")
         for key, parameter in child.named_parameters(recurse=False):
-            if not isinstance(parameter, DTensor) and type(parameter.data) is not Tensor:
+            if type(parameter.data) is not Tensor:
                 found = f"{_path(name, key)} is a {type(parameter.data).__name__}"
                 raise NotImplementedError(f"{found}; supported: plain tensors: parallelize before quantising")
 
@@ -215,7 +216,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     Then apply activation checkpointing, ``torch.compile``, and ``fully_shard`` with :func:`shard_placement`. Raises
     ValueError for a mesh that does not fit, a model without such a network, one parameter in two placements, and
-    weights that are offloaded, parametrised or held by an adapter; NotImplementedError for quantised weights.
+    weights that are sharded, offloaded, parametrised or held by an adapter; NotImplementedError for quantised weights.
     """
     checks.instance("module", module, nn.Module, "a torch.nn.Module")
     checks.instance("mesh", mesh, DeviceMesh, "a torch.distributed.DeviceMesh")

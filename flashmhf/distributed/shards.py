@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import MHFFN, FlashMHF, ParametricKV
-from ..nn.weights import check_held
+from ..nn.weights import check_held, check_whole
 from ..quantize import Fp8FlashMHF
 from ..quantize.packing import E4M3, check_layout
 
@@ -46,7 +46,7 @@ def _part(name: str, whole: Tensor, rank: Rank, sharded: dict[str, int]) -> Tens
     return whole.tensor_split(rank.size, sharded[name])[rank.index] if name in sharded else whole
 
 
-def loadable(parameter: nn.Parameter, name: str, part: Callable[[Tensor], Tensor], shape: torch.Size) -> nn.Parameter:
+def _loadable(parameter: nn.Parameter, name: str, part: Callable[[Tensor], Tensor], shape: torch.Size) -> nn.Parameter:
     """Give ``parameter`` the attribute by which engines load it, ``weight_loader(parameter, whole)``, and return it.
 
     ``part`` takes this rank's part of a tensor of ``shape``. The loader raises, by ``name``, ValueError for another
@@ -73,10 +73,10 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
 
     ``network`` is a FlashMHF, MHFFN, ParametricKV or Fp8FlashMHF; one on the meta device gets empty weights on the
     default device. ``prefix`` stands before names in messages. Parameters are divided as ``SHARDED`` of the class says,
-    buffers become parameters, and all get a ``weight_loader`` (:func:`loadable`), which takes a checkpoint's tensors.
+    buffers become parameters, and all get a ``weight_loader(parameter, whole)``, which takes a checkpoint's tensors.
 
-    Raises ValueError if the ranks do not divide the heads and for weights that are offloaded, parametrised or held by
-    an adapter, TypeError for another network, NotImplementedError for skip_linear=True.
+    Raises ValueError if the ranks do not divide the heads and for weights that are sharded, offloaded, parametrised or
+    held by an adapter, TypeError for another network, NotImplementedError for skip_linear=True.
     """
     if not isinstance(network, _NETWORKS):
         supported = ", ".join(kind.__name__ for kind in _NETWORKS)
@@ -85,6 +85,7 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
         raise NotImplementedError("skip_linear is True; supported: False")
     for name, part in network.named_modules():
         check_held(name, part, empty=True)
+    check_whole("", network)
     keys = network.k8 if hasattr(network, "k8") else network.k
     for count, total in {"num_heads": network.num_heads, "num_kv_heads": len(keys)}.items():
         setattr(network, count, rank.of(count, total))
@@ -96,7 +97,7 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
         delattr(owner, attribute)
         take = lambda tensor, name=name: _part(name, tensor, rank, network.SHARDED)  # noqa: E731
         parameter = nn.Parameter(local, requires_grad=False)
-        owner.register_parameter(attribute, loadable(parameter, prefix + name, take, whole.shape))
+        owner.register_parameter(attribute, _loadable(parameter, prefix + name, take, whole.shape))
     if rank.size > 1:
         network.register_forward_hook(lambda module, args, y: rank.all_reduce(y))
     return network

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .. import checks
 from ..checks import flag
 from ..nn import FlashMHF
-from ..nn.weights import check_held
+from ..nn.weights import check_held, check_whole
 
 _WEIGHTS = ("k", "u", "v")
 
@@ -18,10 +18,12 @@ def stack_weights(network: FlashMHF, stacked: bool = True) -> FlashMHF:
     """Store k, u and v of ``network`` as [H_kv E, d_e, d_h] (True) or [H_kv, E, d_e, d_h] (False) in place; return it.
 
     State dicts hold four dimensions in either case. Call this before an optimizer takes the parameters: they are new
-    objects. Raises TypeError for others, ValueError for weights that are offloaded, parametrised or have hooks.
+    objects. Raises TypeError for others, ValueError for weights that are sharded, offloaded, parametrised or
+    have hooks.
     """
     checks.instance("network", network, FlashMHF, "a flashmhf.FlashMHF")
     check_held("", network, empty=True)
+    check_whole("", network)
     for name in _WEIGHTS:
         weight = getattr(network, name)
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:

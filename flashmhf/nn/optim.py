@@ -36,10 +36,15 @@ def param_groups(
             says; without it the linear layers with as many output features as the largest embedding has rows.
 
     Returns groups with "params", "lr", "lr_scale", "weight_decay", and "muon" if asked for. Raises TypeError if
-    ``model`` is not a module or a rate is not a number, ValueError for a negative rate, a projection_rate of 0, and
-    where it cannot tell an output layer from another and ``outputs`` must be given.
+    ``model`` is not a module or a rate is not a number, ValueError for a negative rate, a projection_rate of 0, a
+    model within FullyShardedDataParallel, and where it cannot tell an output layer from another and ``outputs`` must be
+    given.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        # flat: no rate for the projections, decay for all or none, no matrix for Muon
+        supported = "fully_shard, or with AdamW and use_orig_params=True the groups of the model before it"
+        raise ValueError(f"model has flat parameters (FullyShardedDataParallel); supported: {supported}")
     lr, weight_decay = epsilon("lr", lr), epsilon("weight_decay", weight_decay)
     if projection_rate is None:
         projection_rate = MUON_PROJECTION_RATE if muon else ADAMW_PROJECTION_RATE

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..torch_private import is_dtensor
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+
 
 def check_held(name: str, module: nn.Module, empty: bool = False, offloaded: bool = False) -> None:
     """Raise ValueError, with the way out, unless ``module`` itself holds the values of its weights.
@@ -24,6 +28,18 @@ def check_held(name: str, module: nn.Module, empty: bool = False, offloaded: boo
     if not empty and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         supported = "weights that are loaded or drawn, and not offloaded"
         raise ValueError(f"{shown} has no values, its weights are on the meta device; supported: {supported}")
+
+
+def check_whole(name: str, module: nn.Module) -> None:
+    """Raise ValueError if a parameter of ``module`` is sharded (DTensor), or if DDP or FSDP1 wraps a part of it: they
+    keep the parameters that they found, or one flat parameter in the place of all.
+    """
+    for part, each in module.named_modules():
+        shown = f"{name}.{part}".strip(".") or type(module).__name__
+        if type(each).__name__ in _WRAPPERS:
+            raise ValueError(f"{shown} is a {type(each).__name__}; supported: the model before it is wrapped")
+        if any(map(is_dtensor, each.parameters(recurse=False))):
+            raise ValueError(f"{shown} is sharded (DTensor); supported: models before parallelize or fully_shard")
 
 
 def mark_drawn(module: nn.Module) -> None:
