@@ -20,7 +20,11 @@ LIBRARY = torch.library.Library("flashmhf_hopper", "FRAGMENT")
 
 def schemas() -> dict[str, str]:
     """The operators' schemas by their names, as the C++ source has them."""
-    found = re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)\)', BINDINGS.read_text())
+    source = BINDINGS.read_text().replace("\\\n", "")
+    for macro, parameter, text in re.findall(r"#define (\w+)\((\w+)\) (.*)", source):
+        whole = functools.partial(re.sub, rf"\b{parameter}\b", string=text)
+        source = re.sub(rf'{macro}\(("[^"]*")\)', lambda call, whole=whole: whole(call[1]), source)
+    found = re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)\)', source)
     texts = ("".join(re.findall(r'"([^"]*)"', text)) for text in found)
     return {text.partition("(")[0]: text for text in texts}
 
