@@ -13,6 +13,8 @@ from flashmhf import reference
 from flashmhf.testing import problem
 
 ops = torch.ops.flashmhf
+both = pytest.mark.parametrize("name", ["forward", "gated_forward"])
+close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
 def float64_problem(gate="same", **kwargs):
@@ -29,19 +31,19 @@ def test_the_definition_and_its_written_out_gradients(kv_heads, activation):
     k, u, v = (torch.stack([x[h // (2 // kv_heads)] for h in range(2)]) for x in weights)
     m, n = (torch.einsum("...hd,hejd->...hej", q, x) for x in (k, u))
     out = torch.einsum("...he,...hej,hejd->...hd", r, reference.ACTIVATIONS[activation][0](m) * n, v)
-    torch.testing.assert_close(reference.forward(*inputs, activation=activation), out, rtol=1e-12, atol=1e-12)
+    close(reference.forward(*inputs, activation=activation), out)
     expected = torch.autograd.grad(out, inputs, p.grad_out)
     for a, b in zip(reference.backward(p.grad_out, *inputs, activation=activation), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        close(a, b)
     grad_r, (q, w) = torch.randn_like(p.r), (p.q.requires_grad_(), p.w.requires_grad_())
     scores = torch.einsum("...hd,hde->...he", q, w).sigmoid()
     gate = scores / (scores.sum(-1, keepdim=True) + 0.1)
     actual = flashmhf.gate(q, w, 0.1)
-    torch.testing.assert_close(actual, gate, rtol=1e-12, atol=1e-12)
+    close(actual, gate)
     expected = torch.autograd.grad(gate, (q, w), grad_r)
     for gradients in (reference.gate_backward(grad_r, q, w, 0.1), torch.autograd.grad(actual, (q, w), grad_r)):
         for a, b in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+            close(a, b)
 
 
 @pytest.mark.parametrize("needed", [(0,), (1,), (4,), (0, 3), (2, 4), ()])
@@ -56,7 +58,7 @@ def test_only_what_needs_a_gradient_gets_one(needed):
     for i, x in enumerate(inputs):
         assert (x.grad is not None) == (i in needed)
         if i in needed:
-            torch.testing.assert_close(x.grad, expected[i], rtol=1e-12, atol=1e-12)
+            close(x.grad, expected[i])
 
 
 def test_saves_the_inputs_only(target):
@@ -68,21 +70,16 @@ def test_saves_the_inputs_only(target):
     assert sorted(saved) == sorted(x.data_ptr() for x in inputs)
 
 
-def gradient_penalty(function, x):
-    (grad,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
-    grad.square().sum().backward()
-
-
-def test_second_derivatives_raise(target):
-    p = problem(64, 2, 64, 2, 64, target.dtype, target.device)
-    q, *rest = leaves("forward", p)
+@both
+def test_second_derivatives_raise(target, name):
+    inputs = leaves(name, problem(64, 2, 64, 2, 64, target.dtype, target.device))
+    out = getattr(ops, name)(*inputs, backend=target.backend)
+    (grad,) = torch.autograd.grad(out.sum(), inputs[0], create_graph=True)
     with pytest.raises(NotImplementedError, match='second derivative.*backend="reference"'):
-        gradient_penalty(lambda x: flashmhf.flash_mhf(x, *rest, backend=target.backend), q)
-    with pytest.raises(NotImplementedError, match='second derivative.*backend="reference"'):
-        gradient_penalty(lambda x: ops.gated_forward(x, *rest[:3], p.w, p.eps, backend=target.backend), q)
+        grad.square().sum().backward()
 
 
-@pytest.mark.parametrize("name", ["forward", "gated_forward"])
+@both
 def test_function_transforms_and_forward_mode_raise(name):
     p = float64_problem()
 
@@ -117,7 +114,7 @@ def test_backward_does_what_forward_was_told(in_forward, argument):
     assert (kwargs["backend"], kwargs["activation"]) == ("eager", "gelu")
 
 
-@pytest.mark.parametrize("name", ["forward", "gated_forward"])
+@both
 def test_autocast_casts_operands_and_keeps_the_gate(name):
     p = problem((2, 50), 4, 64, 3, 64, torch.float32, num_kv_heads=2)
     operator, inputs = functools.partial(getattr(ops, name), activation="gelu"), leaves(name, p)
@@ -136,13 +133,10 @@ def test_autocast_casts_operands_and_keeps_the_gate(name):
 def test_batched_gradients():
     p = float64_problem()
     inputs = leaves("forward", p)
-    out = flashmhf.flash_mhf(*inputs)
-    grads = torch.stack([p.grad_out, -p.grad_out])
-    for i, batched in enumerate(torch.autograd.grad(out, inputs, grads, is_grads_batched=True)):
-        torch.testing.assert_close(
-            batched[0], reference.backward(p.grad_out, *inputs)[i].detach(), rtol=1e-12, atol=1e-12
-        )
-        torch.testing.assert_close(batched[0], -batched[1], rtol=1e-12, atol=1e-12)
+    out, grads = flashmhf.flash_mhf(*inputs), torch.stack([p.grad_out, -p.grad_out])
+    expected = reference.backward(p.grad_out, *inputs)
+    for batched, one in zip(torch.autograd.grad(out, inputs, grads, is_grads_batched=True), expected, strict=True):
+        close(batched, torch.stack([one, -one]))
 
 
 @pytest.mark.parametrize("policy", ["full", "save operator", "recompute operator"])
@@ -156,10 +150,9 @@ def test_checkpointing(policy):
         save = policy == "save operator" and op is ops.gated_forward.default
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
-    context = (
-        {} if policy == "full" else {"context_fn": functools.partial(create_selective_checkpoint_contexts, choose)}
-    )
+    contexts = functools.partial(create_selective_checkpoint_contexts, choose)
     with Calls() as calls:
-        checkpoint(module, x, use_reentrant=False, **context).sum().backward()
-    torch.testing.assert_close(x.grad, expected)
+        how = {} if policy == "full" else {"context_fn": contexts}
+        checkpoint(module, x, use_reentrant=False, **how).sum().backward()
+    close(x.grad, expected)
     assert len(calls.of(ops.gated_forward)) == (1 if policy == "save operator" else 2)

@@ -13,29 +13,8 @@ import pytest
 
 import flashmhf
 
-TESTS = Path(__file__).resolve().parent
-PACKAGE = Path(flashmhf.__file__).resolve().parent
-CONSUMER = TESTS / "typed_consumer.py"
-
-
-@pytest.fixture(scope="module")
-def pyright() -> str:
-    places = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    found = shutil.which("basedpyright", path=places) or shutil.which("pyright", path=places)
-    if found is None:
-        pytest.skip("pyright is not installed: pip install basedpyright")
-    return found
-
-
-def report(pyright: str, arguments: list[str], cwd: Path) -> dict:
-    """What pyright prints as JSON, with this interpreter's packages in view."""
-    paths = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    environment = os.environ | {"PATH": paths, "VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run(
-        [pyright, *arguments, "--outputjson"], capture_output=True, text=True, timeout=240, cwd=cwd, env=environment
-    )
-    assert done.stdout.lstrip().startswith("{"), done.stdout + done.stderr
-    return json.loads(done.stdout)
+PACKAGES = str(Path(flashmhf.__file__).resolve().parents[1])
+CONSUMER = Path(__file__).with_name("typed_consumer.py")
 
 
 def test_the_consumer_uses_every_public_name_and_runs():
@@ -54,9 +33,17 @@ def test_the_consumer_uses_every_public_name_and_runs():
     ],
     ids=["right", "wrong"],
 )
-def test_strict_mode_accepts_a_consumer_and_refuses_wrong_use(pyright, tmp_path, source, errors):
+def test_strict_mode_accepts_a_consumer_and_refuses_wrong_use(tmp_path, source, errors):
+    paths = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    pyright = shutil.which("basedpyright", path=paths) or shutil.which("pyright", path=paths)
+    if pyright is None:
+        pytest.skip("pyright is not installed: pip install basedpyright")
     (tmp_path / "consumer.py").write_text(source)
-    settings = {"typeCheckingMode": "strict", "include": ["consumer.py"], "extraPaths": [str(PACKAGE.parent)]}
+    settings = {"typeCheckingMode": "strict", "include": ["consumer.py"], "extraPaths": [PACKAGES]}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
-    found = report(pyright, ["--project", str(tmp_path)], tmp_path)["generalDiagnostics"]
+    environment = os.environ | {"PATH": paths, "VIRTUAL_ENV": sys.prefix, "PYTHONPATH": PACKAGES}
+    command = [pyright, "--project", str(tmp_path), "--outputjson"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment)
+    assert done.stdout.lstrip().startswith("{"), done.stdout + done.stderr
+    found = json.loads(done.stdout)["generalDiagnostics"]
     assert len(found) == errors, [entry["message"] for entry in found]
