@@ -29,20 +29,18 @@ def schemas() -> dict[str, str]:
     return {text.partition("(")[0]: text for text in texts}
 
 
-def _forward(q, k, u, v, r, deterministic):
-    return eager.forward(q, k, u, v, r, Settings(deterministic))
+def _gate(r_or_w, *eps):
+    return Router(r_or_w, *eps) if eps else r_or_w
 
 
-def _gated_forward(q, k, u, v, w, eps, deterministic):
-    return eager.forward(q, k, u, v, Router(w, eps), Settings(deterministic))
+def _forward(q, k, u, v, *gate_and_deterministic):
+    *gate, deterministic = gate_and_deterministic
+    return eager.forward(q, k, u, v, _gate(*gate), Settings(deterministic))
 
 
-def _backward(grad_out, q, k, u, v, r, deterministic, *needs):
-    return eager.backward(grad_out, q, k, u, v, r, Settings(deterministic, needs))
-
-
-def _gated_backward(grad_out, q, k, u, v, w, eps, deterministic, *needs):
-    return eager.backward(grad_out, q, k, u, v, Router(w, eps), Settings(deterministic, needs))
+def _backward(grad_out, q, k, u, v, *gate_and_settings):
+    *gate, deterministic, tokens, weights = gate_and_settings
+    return eager.backward(grad_out, q, k, u, v, _gate(*gate), Settings(deterministic, (tokens, weights)))
 
 
 def _fp8_forward(q, k8, u8, v8, scales, r, w, eps):
@@ -53,17 +51,14 @@ def _layer(x, in_w, in_bias, q_norm, q_norm_eps, *operands) -> Tensor:
     *networks, w, eps, out_w, out_bias = operands
     q = torch.nn.functional.linear(x, in_w, in_bias).unflatten(-1, w.shape[:2])
     q = q if q_norm is None else reference.normalise_heads(q, q_norm, q_norm_eps)
-    mixed = (
-        _fp8_forward(q, *networks, None, w, eps) if len(networks) == 4 else _gated_forward(q, *networks, w, eps, True)
-    )
+    is_fp8 = len(networks) == 4
+    mixed = _fp8_forward(q, *networks, None, w, eps) if is_fp8 else _forward(q, *networks, w, eps, True)
     return torch.nn.functional.linear(mixed.flatten(-2), out_w, out_bias)
 
 
 KERNELS: dict[str, Callable] = {
-    "forward": _forward,
-    "gated_forward": _gated_forward,
-    "backward": _backward,
-    "gated_backward": _gated_backward,
+    **dict.fromkeys(("forward", "gated_forward"), _forward),
+    **dict.fromkeys(("backward", "gated_backward"), _backward),
     "fp8_forward": _fp8_forward,
     **dict.fromkeys(("layer", "fp8_layer", "graph_layer", "graph_fp8_layer"), _layer),
 }

@@ -17,29 +17,21 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 ops = torch.ops.flashmhf
 
 
-def small(target, **kwargs):
-    return problem((2, 20), 2, 64, 3, 32, target.dtype, target.device, **kwargs)
-
-
-def check_operators(p, names=tuple(RESULTS), **settings):
+@pytest.mark.parametrize(
+    ("names", "inputs", "settings"),
+    [
+        (RESULTS, {"num_kv_heads": 1}, {}),
+        (["forward", "backward"], {"gate": None}, {}),
+        (["backward"], {"dtype": torch.bfloat16}, {"needs": [False, True]}),
+        (["gated_backward"], {"dtype": torch.bfloat16}, {"needs": [True, False]}),
+    ],
+    ids=["grouped heads", "no gate", "weights alone", "tokens alone"],
+)
+def test_opcheck(target, names, inputs, settings):
+    p = problem((2, 20), 2, 64, 3, 32, **{"dtype": target.dtype, "device": target.device} | inputs)
     for name in names:
         given = (*arguments(name, p), True) if "backward" in name else leaves(name, p)
-        torch.library.opcheck(getattr(ops, name), given, settings)
-
-
-def test_opcheck(target):
-    p = small(target, num_kv_heads=1)
-    check_operators(p, backend=target.backend)
-    p = problem((2, 20), 2, 64, 3, 32, torch.bfloat16, target.device)
-    check_operators(p, ["backward"], backend=target.backend, needs=[False, True])
-    check_operators(p, ["gated_backward"], backend=target.backend, needs=[True, False])
-    check_operators(small(target, gate=None), ["forward", "backward"], backend=target.backend)
-
-
-def small_module(target, **kwargs):
-    return flashmhf.FlashMHF(
-        128, 2, 3, 32, backend=target.backend, device=target.device, dtype=target.dtype, deterministic=True, **kwargs
-    )
+        torch.library.opcheck(getattr(ops, name), given, {"backend": target.backend} | settings)
 
 
 def gradients(function, module, x):
@@ -53,7 +45,8 @@ def gradients(function, module, x):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("options", [{}, {"q_norm": True, "bias": True}], ids=["plain", "q_norm and bias"])
 def test_compile_module(target, dynamic, options):
-    module = small_module(target, **options)
+    options = options | {"backend": target.backend, "device": target.device, "dtype": target.dtype}
+    module = flashmhf.FlashMHF(128, 2, 3, 32, deterministic=True, **options)
     compiled = torch.compile(module, fullgraph=True, dynamic=dynamic)
     tolerance = 1e-5 if target.device == "cpu" else 2e-2
     for length in (20, 33):

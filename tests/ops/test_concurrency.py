@@ -55,7 +55,6 @@ STEPS = {
     "FlashMHF": partial(module_step, partial(flashmhf.FlashMHF, 256, 2, 3, 64)),
     "MHFFN": partial(module_step, partial(flashmhf.MHFFN, 256, 2, 64)),
 }
-every_step = pytest.mark.parametrize("name", STEPS)
 
 
 def expected_of(step: Callable[[], tuple]) -> list[torch.Tensor]:
@@ -73,18 +72,11 @@ def check(name: str, results: tuple, expected: list[torch.Tensor]) -> None:
         torch.testing.assert_close(a.cpu(), e, **tolerance)
 
 
-@every_step
-def test_first_thing_in_a_fresh_thread(name, gpu_backend):
-    step = STEPS[name](gpu_backend, "cuda")
-    expected = expected_of(step)
-    for _ in range(3):
-        check(name, in_thread(step), expected)
-
-
-@two_gpus
-@pytest.mark.parametrize(("device", "current"), [(0, 1), (1, 0)])
-@every_step
-def test_another_device_is_current(name, gpu_backend, device, current):
+@pytest.mark.parametrize(
+    ("device", "current"), [(0, 0), *(pytest.param(*devices, marks=two_gpus) for devices in ((0, 1), (1, 0)))]
+)
+@pytest.mark.parametrize("name", STEPS)
+def test_first_thing_in_a_fresh_thread_and_while_another_device_is_current(name, gpu_backend, device, current):
     with torch.cuda.device(device):
         step = STEPS[name](gpu_backend, f"cuda:{device}")
         expected = expected_of(step)
@@ -96,8 +88,8 @@ def test_another_device_is_current(name, gpu_backend, device, current):
         assert all(x.device.index == device for x in results)
         return results
 
-    check(name, in_thread(step), expected)  # the fresh thread's device is cuda:0
-    check(name, in_thread(elsewhere), expected)
+    for first in (step, step, elsewhere):  # the fresh thread's device is cuda:0
+        check(name, in_thread(first), expected)
     with torch.cuda.device(current):
         check(name, elsewhere(), expected)
 

@@ -23,11 +23,6 @@ def small(**kwargs):
     return dataclasses.replace(problem((2, 5), 6, 4, 2, 7, torch.float64, num_kv_heads=3, **kwargs), eps=0.25)
 
 
-def inputs(*, router: bool = False) -> tuple[torch.Tensor, ...]:
-    """q, k, u, v and r or w."""
-    return arguments("gated_forward" if router else "forward", small())[:5]
-
-
 def stacked(tensors, dims):
     """Each tensor with ``BATCH`` different multiples of it along its dimension of ``dims``."""
     return [x if dim is None else torch.stack([x, 2 * x, -x], dim) for x, dim in zip(tensors, dims, strict=True)]
@@ -52,25 +47,19 @@ ELSEWHERE = [
 @pytest.mark.parametrize("dims", [*SUBSETS, *ELSEWHERE], ids=str)
 def test_vmap_of_every_choice_of_inputs(dims, backend):
     """With a gate, with a router, and without either."""
-    how = {"activation": "gelu"}
-    for last, operator, definition in (
-        ([inputs()[4]], flashmhf.flash_mhf, reference.forward),
-        (
-            [inputs(router=True)[4]],
-            functools.partial(ops.gated_forward, eps=0.25),
-            functools.partial(gated_forward, eps=0.25),
-        ),
-        ([], flashmhf.flash_mhf, reference.forward),
+    for name, operator, definition, gate in (
+        ("forward", flashmhf.flash_mhf, reference.forward, "same"),
+        ("forward", flashmhf.flash_mhf, reference.forward, None),
+        ("gated_forward", ops.gated_forward, gated_forward, "same"),
     ):
-        tensors = (*inputs()[:4], *last)
+        tensors = [x for x in arguments(name, small(gate=gate)) if isinstance(x, torch.Tensor)]
+        how = {"activation": "gelu"} | ({"eps": 0.25} if name == "gated_forward" else {})
         chosen = tuple(dim if dim is None else min(dim, x.dim()) for x, dim in zip(tensors, dims, strict=False))
         if any(dim is not None for dim in chosen):
             batch = stacked(tensors, chosen)
             actual = torch.vmap(functools.partial(operator, backend=backend, **how), in_dims=chosen)(*batch)
-            for i in range(BATCH):
-                torch.testing.assert_close(
-                    actual[i], definition(*entry(batch, chosen, i), **how), rtol=1e-12, atol=1e-12
-                )
+            expected = torch.stack([definition(*entry(batch, chosen, i), **how) for i in range(BATCH)])
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["backward", "gated_backward"])
@@ -134,10 +123,9 @@ def test_per_sample_gradients(name):
         return torch.func.functional_call(module, parameters, (sample,)).square().sum()
 
     gradients = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
-    for i in range(BATCH):
-        expected = torch.autograd.grad(loss(parameters, x[i]), list(parameters.values()))
-        for name, e in zip(parameters, expected, strict=True):
-            torch.testing.assert_close(gradients[name][i], e)
+    samples = [torch.autograd.grad(loss(parameters, sample), list(parameters.values())) for sample in x]
+    for actual, expected in zip(gradients.values(), zip(*samples, strict=True), strict=True):
+        torch.testing.assert_close(actual, torch.stack(expected))
 
 
 @pytest.mark.parametrize("name", MODULES)
