@@ -90,13 +90,9 @@ def skip_unless_usable(backend: str, reason: str | None) -> None:
 
 @pytest.fixture(params=TARGETS)
 def target(request) -> Target:
-    chosen = request.param
-    device = (
-        torch.device(chosen.device, torch.cuda.current_device())
-        if chosen.device == "cuda"
-        else torch.device(chosen.device)
-    )
-    skip_unless_usable(chosen.backend, backends.BACKENDS[chosen.backend].why_not(device, torch.float16, d_h=64, d_e=64))
+    chosen, sizes = request.param, {"d_h": 64, "d_e": 64}
+    why_not = backends.BACKENDS[chosen.backend].why_not
+    skip_unless_usable(chosen.backend, why_not(torch.device(chosen.device), torch.float16, **sizes))
     return chosen
 
 

@@ -158,14 +158,10 @@ def without(name):
     return lambda state: {key: value for key, value in state.items() if key != name}
 
 
-def edited(name, edit):
-    return lambda state: state | {name: edit(state[name])}
-
-
 @pytest.mark.parametrize(("change", "sizes", "exception", "message"), [
-    (edited("gate_weight", lambda w: w[0]), (3, 2), ValueError,
+    (lambda s: s | {"gate_weight": s["gate_weight"][0]}, (3, 2), ValueError,
      r"gate_weight has shape \[48\]; expected \[d_ff, H_kv d_h\]"),
-    (edited("up_weight", lambda w: w[:16]), (3, 2), ValueError,
+    (lambda s: s | {"up_weight": s["up_weight"][:16]}, (3, 2), ValueError,
      r"up_weight has shape \[16, 48\]; expected \[32, 48\] \(gate",),
     (without("router"), (3, 2), KeyError, r"missing from the official state dict: \['router'\]"),
     (without("w_self.weight"), (3, 2), KeyError, "w_self.weight"),

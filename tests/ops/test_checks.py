@@ -23,8 +23,8 @@ def good(device="cpu", dtype=torch.float32):
     return {"q": p.q, "k": p.k, "u": p.u, "v": p.v, "r": p.r, "w": p.w, "eps": 1e-20, "grad_out": p.grad_out}
 
 
-def edited(name, edit):
-    return lambda x: {**x, name: edit(x[name])}
+def edited(names, edit):
+    return lambda x: x | {name: edit(x[name]) for name in names.split()}
 
 
 def missing(*names):
@@ -47,11 +47,7 @@ def not_contiguous(x):
 
 # argument, how it is spoiled, exception, part of the message beside the argument's name
 BAD = {
-    "q of integers": (
-        lambda x: {**x, **{n: x[n].int() for n in ("q", "k", "u", "v", "grad_out")}},
-        TypeError,
-        "q has dtype int32",
-    ),
+    "q of integers": (edited("q k u v grad_out", torch.Tensor.int), TypeError, "q has dtype int32"),
     "q of rank 1": (edited("q", lambda q: q[0, 0]), ValueError, r"q has shape \[64\]"),
     "k of rank 3": (edited("k", lambda k: k[:, 0]), ValueError, "k has shape"),
     **{
@@ -63,11 +59,7 @@ BAD = {
     "d_h mismatch": (edited("q", lambda q: q[..., :32]), ValueError, "k has shape .* d_h = 32"),
     "u of another shape": (edited("u", lambda u: u[:, :2]), ValueError, "u has shape"),
     "v of another shape": (edited("v", lambda v: v[:, :, :16]), ValueError, "v has shape"),
-    "no sub-networks": (
-        lambda x: {**x, **{n: x[n][:, :0] for n in "kuv"}, "r": x["r"][..., :0]},
-        ValueError,
-        "E must be at least 1",
-    ),
+    "no sub-networks": (edited("k u v", lambda x: x[:, :0]), ValueError, "E must be at least 1"),
     "k not contiguous": (edited("k", not_contiguous), ValueError, "k has strides"),
     "v not contiguous": (edited("v", lambda v: v.repeat(1, 1, 1, 2)[..., ::2]), ValueError, "v has strides"),
     **elsewhere(*"kuv"),
@@ -217,13 +209,12 @@ def test_hopper_refuses_what_it_cannot_read_in_place(monkeypatch, name, edit, me
     monkeypatch.setattr(torch.ops, "flashmhf_hopper", SimpleNamespace(backward=lambda *arguments: "gradients"))
     given = good(dtype=torch.bfloat16)
 
-    def forward(x):
-        return hopper.forward(*(x[n] for n in "qkuvr"), Settings())
+    def call(function, x, *first):
+        return function(*(x[n] for n in (*first, *"qkuvr")), Settings())
 
-    def backward(x):
-        return hopper.backward(*(x[n] for n in ("grad_out", *"qkuvr")), Settings())
-
-    for call in (backward, forward):
-        with pytest.raises(ValueError, match=message):
-            call(given | {name: edit(given[name])})
-    assert backward(given) == "gradients"
+    spoiled = given | {name: edit(given[name])}
+    with pytest.raises(ValueError, match=message):
+        call(hopper.backward, spoiled, "grad_out")
+    with pytest.raises(ValueError, match=message):
+        call(hopper.forward, spoiled)
+    assert call(hopper.backward, given, "grad_out") == "gradients"
