@@ -56,6 +56,12 @@ def as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
+def assert_near(actual: Tensor | tuple[Tensor, ...], expected: Tensor | tuple[Tensor, ...], tolerance: float) -> None:
+    """Relative to the largest element of each tensor."""
+    for a, e in zip(as_tuple(actual), as_tuple(expected), strict=True):
+        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance * e.abs().max().item() if e.numel() else 0)
+
+
 def call(name: str, p: Problem, **settings: object) -> tuple[Tensor, ...]:
     """The results of torch.ops.flashmhf.<name>."""
     return as_tuple(getattr(torch.ops.flashmhf, name)(*arguments(name, p), **settings))

@@ -76,14 +76,9 @@ def test_constructors_refuse(makers, arguments, exception, message):
     (lambda: OfficialInit(identity=1), TypeError, "identity must be a bool, got int"),
     (lambda: flashmhf.distributed.parallelize(nn.Linear(2, 2), "tp"), TypeError,
      "mesh must be a .*DeviceMesh, got str"),
-    *(
-        (lambda call=call, size=size: call(size), error, name)
-        for call, name in (
-            (flashmhf.nn.default_subnet_dim, "head_dim"),
-            (flashmhf.distributed.shard_placement, "size"),
-        )
-        for size, error in ((0, ValueError), (-5, ValueError), (1.5, TypeError), ("64", TypeError))
-    ),
+    *((partial(call, size), error, name)
+      for call, name in ((flashmhf.nn.default_subnet_dim, "head_dim"), (flashmhf.distributed.shard_placement, "size"))
+      for size, error in ((0, ValueError), (-5, ValueError), (1.5, TypeError), ("64", TypeError))),
 ])  # fmt: skip
 def test_functions_refuse(call, exception, message):
     with pytest.raises(exception, match=message):
@@ -113,7 +108,7 @@ def test_integers_of_other_libraries_are_sizes(name):
     module.load_state_dict(MAKERS[name]().state_dict())
 
 
-FLOATS = "supported: bfloat16, float16, float32, float64"
+FLOATS, DENSE = "supported: bfloat16, float16, float32, float64", "supported: dense tensors"
 INPUTS = {  # what is given for x, and the error; of every module, whatever it does with x
     "width": (lambda x: x[:, 1:], ValueError, r"x has shape \[3, 47\]; expected"),
     "half": (lambda x: x.bfloat16(), TypeError, "x has dtype bfloat16; supported: float32, the module's dtype"),
@@ -124,12 +119,8 @@ INPUTS = {  # what is given for x, and the error; of every module, whatever it d
     "array": (lambda x: x.numpy(), TypeError, "x must be a torch.Tensor, got ndarray"),
     "list": (lambda x: x.tolist(), TypeError, "x must be a torch.Tensor, got list"),
     "sparse": (lambda x: x.to_sparse(), TypeError, "x has layout torch.sparse_coo; supported: torch.strided"),
-    "jagged": (
-        lambda x: nested([x[:2], x[2:]], layout=torch.jagged),
-        TypeError,
-        "x is a nested tensor; supported: dense tensors",
-    ),
-    "nested": (lambda x: nested([x[:2], x[2:]]), TypeError, "x is a nested tensor; supported: dense tensors"),
+    "jagged": (lambda x: nested([x[:2], x[2:]], layout=torch.jagged), TypeError, f"x is a nested tensor; {DENSE}"),
+    "nested": (lambda x: nested([x[:2], x[2:]]), TypeError, f"x is a nested tensor; {DENSE}"),
 }
 CALLED = MAKERS | {
     "bare": partial(flashmhf.FlashMHF, **FLASH, skip_linear=True),

@@ -40,17 +40,15 @@ def fresh(name):
     return copy.deepcopy(DRAWN[name])
 
 
-def output(module):
-    with torch.no_grad():
-        return module(torch.randn(TOKENS, D_MODEL, dtype=torch.float64))
-
-
 @every_network
 @pytest.mark.parametrize("num_layers", [1, LAYERS])
+@torch.no_grad()
 def test_the_output_of_a_balanced_network_adds_its_part_of_the_residual_variance(name, num_layers):
     module = fresh(name)
     module.reset_parameters("balanced", num_layers=num_layers)
-    assert output(module).var().item() * 2 * num_layers == pytest.approx(1, rel=0.15)
+    assert module(torch.randn(TOKENS, D_MODEL, dtype=torch.float64)).var().item() * 2 * num_layers == pytest.approx(
+        1, rel=0.15
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,11 +114,7 @@ def test_every_module_draws_its_own_weights_in_any_order(name, order):
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(torch.nan)
-    modules = [
-        child
-        for child in module.modules()
-        if order != "own parameters only" or next(child.parameters(recurse=False), None) is not None
-    ]
+    modules = [child for child in module.modules() if order != "own parameters only" or child._parameters]
     for child in reversed(modules) if order == "children first" else modules:
         child.reset_parameters()
     assert_drawn_alike(module, expected)
@@ -128,12 +122,9 @@ def test_every_module_draws_its_own_weights_in_any_order(name, order):
 
 def test_groups_hold_every_trainable_parameter_once():
     """Of all networks beside an embedding, whose weight the head shares, and a norm."""
-    parts = {
-        "embedding": nn.Embedding(100, D_MODEL),
-        "norm": nn.RMSNorm(D_MODEL),
-        "head": nn.Linear(D_MODEL, 100, bias=False),
-    }
-    model = nn.ModuleDict(parts | {"networks": nn.ModuleDict(networks())})
+    parts = {"embedding": nn.Embedding(100, D_MODEL), "norm": nn.RMSNorm(D_MODEL)}
+    parts |= {"head": nn.Linear(D_MODEL, 100, bias=False), "networks": nn.ModuleDict(networks())}
+    model = nn.ModuleDict(parts)
     model.head.weight = model.embedding.weight
     model.networks["swiglu"].requires_grad_(False)
     groups = flashmhf.param_groups(model, 1e-3, 0.1)

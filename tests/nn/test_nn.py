@@ -58,10 +58,8 @@ def test_values_and_gradients(switches, leading):
         actual, expected = module(x), formula(x, module)
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
         inputs, grad = [x, *module.parameters()], torch.randn_like(expected)
-        for a, b in zip(
-            torch.autograd.grad(actual, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
-        ):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+        gradients = (torch.autograd.grad(out, inputs, grad) for out in (actual, expected))
+        torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
         with torch.inference_mode():
             torch.testing.assert_close(module(x), expected, rtol=1e-10, atol=1e-10)
 

@@ -23,12 +23,8 @@ def count(function: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-@pytest.fixture
-def p():
-    return problem(LEADING, H, D_H, E, D_E, torch.float32)
-
-
-def test_the_operators_count_what_the_definition_multiplies(p):
+def test_the_operators_count_what_the_definition_multiplies():
+    p = problem(LEADING, H, D_H, E, D_E, torch.float32)
     definition = {name: count(lambda name=name: getattr(p, name)()) // 2 for name in RESULTS}  # each in two precisions
     assert definition["forward"] == 3 * PRODUCT and definition["backward"] == 8 * PRODUCT
     assert definition["gated_forward"] == 3 * PRODUCT + ROUTER
@@ -44,13 +40,16 @@ def test_modules(backend):
     d_model = H * D_H
     x = torch.randn(T, d_model, requires_grad=True)
     linear = 2 * 2 * T * d_model**2  # in_proj and out_proj
-    ffn = flashmhf.FlashMHF(d_model, H, E, D_E, backend=backend)
+    ffn, plain = (
+        flashmhf.FlashMHF(d_model, H, E, D_E, backend=backend),
+        flashmhf.MHFFN(d_model, H, D_E, backend=backend),
+    )
     forward = linear + 3 * PRODUCT + ROUTER
     assert count(lambda: ffn(x)) == forward
     # autograd's own backward of the definition saves what the operator computes again
-    backward = 2 * linear + (8 if backend == "eager" else 6) * PRODUCT + (3 if backend == "eager" else 2) * ROUTER
+    products, routers = (8, 3) if backend == "eager" else (6, 2)
+    backward = 2 * linear + products * PRODUCT + routers * ROUTER
     assert count(lambda: ffn(x).sum().backward()) == forward + backward
-    plain = flashmhf.MHFFN(d_model, H, D_E, backend=backend)
     assert count(lambda: plain(x)) == linear + 3 * PRODUCT // E
 
 

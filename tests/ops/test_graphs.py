@@ -1,12 +1,13 @@
 """What graphs of torch.compile, torch.export and AOTInductor hold of the operators."""
 
+import functools
 import re
 import zipfile
 
 import fake_hopper
 import pytest
 import torch
-from targets import RESULTS, arguments, as_tuple, leaves
+from targets import RESULTS, arguments, assert_near, leaves
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
@@ -19,6 +20,7 @@ from flashmhf.distributed.shards import Rank, shard
 from flashmhf.testing import problem
 
 BF16 = torch.bfloat16
+assert_close = functools.partial(assert_near, tolerance=2e-2)
 X = torch.randn(2, 20, 128, generator=torch.Generator().manual_seed(0)).to(BF16)
 
 
@@ -47,11 +49,6 @@ def compiled(function, step=lambda function, *inputs: function(*inputs), inputs=
     """The result of ``step`` with a function that torch.compile has compiled, and the operators that its code calls."""
     result, codes = run_and_get_code(step, torch.compile(function, fullgraph=True, **options), *inputs)
     return result, sorted({name for code in codes for name in re.findall(r"torch\.ops\.(flashmhf\w*\.\w+)", code)})
-
-
-def assert_close(actual, expected):
-    for a, b in zip(as_tuple(actual), as_tuple(expected), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item() if b.numel() else 0)
 
 
 def network(num_heads=2, dtype=BF16, **settings):

@@ -45,10 +45,7 @@ def check_all(target, p, names=tuple(RESULTS), fixed_limits=None):
         for output, a, b, e in zip(RESULTS[name], *results, strict=True):
             assert a.is_contiguous(), f"{name}: {output} is not contiguous"
             assert a.dtype == b.dtype, f"{name}: {output} has dtype {a.dtype}, expected {b.dtype}"
-            if output == "dr" and p.r is None:
-                assert a.numel() == 0
-            else:
-                assert_accurate(f"{name}: {output}", a, b, e, fixed_limits=fixed_limits, few_tokens=few_tokens)
+            assert_accurate(f"{name}: {output}", a, b, e, fixed_limits=fixed_limits, few_tokens=few_tokens)
 
 
 def dtypes_of(target):
@@ -84,34 +81,26 @@ def test_other_activations(target, activation):
 @pytest.mark.parametrize("tokens", [0, 1, 16, 63, 64, 65, 128, 1000])
 def test_token_counts(target, tokens, heads):
     dtype = target.dtypes[-1] if target.device == "cuda" else torch.float32
-    p = problem(tokens, heads, 64, 2, 64, dtype, target.device, num_kv_heads=2)
-    if tokens:
-        check_all(target, p)
-        return
-    assert target.call("forward", p)[0].shape == p.q.shape
-    dq, dk, du, dv, dr = target.call("backward", p)
-    assert dq.shape == p.q.shape and dr.shape == p.r.shape
-    for grad in (dk, du, dv):
-        assert grad.shape == p.k.shape and not grad.any()
-    assert not target.call("gated_backward", p)[4].any()
+    check_all(target, problem(tokens, heads, 64, 2, 64, dtype, target.device, num_kv_heads=2))
 
 
 @pytest.mark.parametrize("gate", ["float32", "same"])
 @pytest.mark.parametrize(
-    ("tokens", "heads", "kv_heads", "head_dim", "subnets", "subnet_dim"),
+    "shape",
     [
-        (1, 8, 2, 128, 22, 96),
-        (16, 16, 4, 64, 20, 128),
-        (13, 8, 1, 96, 35, 64),
-        (32, 8, 4, 128, 22, 96),
-        (16, 12, 2, 128, 6, 384),
-        (9, 8, 2, 256, 4, 128),
+        (1, 8, 128, 22, 96, 2),
+        (16, 16, 64, 20, 128, 4),
+        (13, 8, 96, 35, 64, 1),
+        (32, 8, 128, 22, 96, 4),
+        (16, 12, 128, 6, 384, 2),
+        (9, 8, 256, 4, 128, 2),
     ],
+    ids=str,
 )
-def test_few_tokens_and_many_tiles(target, tokens, heads, kv_heads, head_dim, subnets, subnet_dim, gate):
+def test_few_tokens_and_many_tiles(target, shape, gate):
     """Heads of a group in one row tile, and clusters that divide its inter range."""
     dtype = target.dtypes[-1] if target.device == "cuda" else torch.float32
-    p = problem(tokens, heads, head_dim, subnets, subnet_dim, dtype, target.device, gate=gate, num_kv_heads=kv_heads)
+    p = problem(*shape[:-1], dtype, target.device, gate=gate, num_kv_heads=shape[-1])
     check_all(target, p, names=("forward", "gated_forward"))
     assert torch.equal(*target.call("gated_forward", p), *target.call("gated_forward", p))
 
@@ -268,7 +257,7 @@ def test_fp16_on_the_cpu_is_computed_in_float32(gate):
     exact = [reference.forward(*(x.double() for x in p.operands), p.r), *p.backward()[1]]
     out = call("forward", p, backend="eager") + call("backward", p, backend="eager")
     for name, actual, e in zip(("out", *RESULTS["backward"]), out, exact, strict=True):
-        assert not actual.numel() or relative_l2(actual, e) < 1e-3, name
+        assert relative_l2(actual, e) < 1e-3, name
 
 
 @pytest.mark.gpu

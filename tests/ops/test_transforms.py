@@ -74,31 +74,35 @@ def test_vmap_of_the_gradients(name, backend, dims):
 
     actual = torch.vmap(call, in_dims=dims)(*batch)
     for i in range(BATCH):
-        contiguous = (x.contiguous() for x in entry(batch, dims, i))
-        for a, e in zip(actual, call(*contiguous, backend="eager"), strict=True):
-            torch.testing.assert_close(a[i], e, rtol=1e-11, atol=1e-11)
+        expected = call(*(x.contiguous() for x in entry(batch, dims, i)), backend="eager")
+        torch.testing.assert_close([x[i] for x in actual], expected, rtol=1e-11, atol=1e-11)
 
 
 MODULES = {
-    "FlashMHF": lambda **kwargs: flashmhf.FlashMHF(24, 3, 2, 6, q_norm=True, dtype=torch.float64, **kwargs),
-    "MHFFN": lambda **kwargs: flashmhf.MHFFN(
-        24, 3, 6, num_kv_heads=1, activation="gelu", dtype=torch.float64, **kwargs
-    ),
+    "FlashMHF": functools.partial(flashmhf.FlashMHF, 24, 3, 2, 6, q_norm=True),
+    "MHFFN": functools.partial(flashmhf.MHFFN, 24, 3, 6, num_kv_heads=1, activation="gelu"),
 }
 
 
 def make(name: str, **kwargs) -> torch.nn.Module:
-    return randomised(MODULES[name](**kwargs), 0.4)
+    return randomised(MODULES[name](dtype=torch.float64, **kwargs), 0.4)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("name", MODULES)
-def test_vmap_over_an_ensemble(name, backend):
+def test_ensembles_and_per_sample_gradients(name, backend):
     models = [make(name, backend=backend) for _ in range(BATCH)]
-    parameters, buffers = torch.func.stack_module_state(models)
-    x = torch.randn(5, 24, dtype=torch.float64)
-    actual = torch.vmap(lambda p, b: torch.func.functional_call(models[0], (p, b), (x,)))(parameters, buffers)
-    torch.testing.assert_close(actual, torch.stack([model(x) for model in models]))
+    weights, x = torch.func.stack_module_state(models)[0], torch.randn(BATCH, 5, 24, dtype=torch.float64)
+
+    def run(weights, x):
+        return torch.func.functional_call(models[0], weights, (x,))
+
+    torch.testing.assert_close(torch.vmap(run, (0, None))(weights, x), torch.stack([model(x) for model in models]))
+    if backend == "reference":
+        one = dict(models[0].named_parameters())
+        gradients = torch.vmap(torch.func.grad(lambda w, x: run(w, x).square().sum()), (None, 0))(one, x)
+        samples = [torch.autograd.grad(models[0](sample).square().sum(), list(one.values())) for sample in x]
+        torch.testing.assert_close(list(gradients.values()), list(map(torch.stack, zip(*samples, strict=True))))
 
 
 # backend="reference": the definition in plain differentiable operations
@@ -111,21 +115,6 @@ def test_every_derivative(name, gate):
     assert torch.autograd.gradcheck(function, given, check_forward_ad=name == "forward", fast_mode=True)
     if "forward" in name:
         assert torch.autograd.gradgradcheck(function, given, fast_mode=True)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_per_sample_gradients(name):
-    module = make(name, backend="reference")
-    parameters = dict(module.named_parameters())
-    x = torch.randn(BATCH, 5, 24, dtype=torch.float64)
-
-    def loss(parameters, sample):
-        return torch.func.functional_call(module, parameters, (sample,)).square().sum()
-
-    gradients = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
-    samples = [torch.autograd.grad(loss(parameters, sample), list(parameters.values())) for sample in x]
-    for actual, expected in zip(gradients.values(), zip(*samples, strict=True), strict=True):
-        torch.testing.assert_close(actual, torch.stack(expected))
 
 
 @pytest.mark.parametrize("name", MODULES)
