@@ -42,6 +42,7 @@ OFFICIAL = {
     **SIZES,
     **of_network(**COMMON, num_experts=4, init_w_self_gain=0.707),
 }
+LLAMA = {name: value for name, value in OFFICIAL.items() if "mhffn" not in name} | {"model_type": "llama"}
 IDS = torch.randint(61, (1, 19), generator=torch.Generator().manual_seed(3))
 
 
@@ -131,8 +132,7 @@ def mixture(**settings: object) -> dict:
 
 
 def mhffn(**settings: object) -> dict:
-    llama = {name: value for name, value in OFFICIAL.items() if "mhffn" not in name}
-    return llama | {"model_type": "mhffn"} | of_network("mhffn", **COMMON | settings)
+    return LLAMA | {"model_type": "mhffn"} | of_network("mhffn", **COMMON | settings)
 
 
 CONFIGURATIONS = {
@@ -292,7 +292,6 @@ def test_weights_that_share_memory_in_a_file_are_two(tmp_path):
 
 
 EMBEDDING = "model.embed_tokens.weight"
-LLAMA = {name: value for name, value in OFFICIAL.items() if "mhffn" not in name} | {"model_type": "llama"}
 FILES = "model.safetensors, model.safetensors.index.json, pytorch_model.bin, pytorch_model.bin.index.json"
 TIED, EXTRA = {"tie_word_embeddings": True}, torch.ones(2, 3)
 

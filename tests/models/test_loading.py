@@ -58,16 +58,10 @@ def test_loads_what_was_saved(kind, saved):
         pretrained.load(str(folder / kind), device="cpu")
 
 
-def without(directory, name: str) -> None:
-    weights = directory / "model.safetensors"
-    state = load_file(weights)
-    del state[next(key for key in state if key.endswith(name))]
-    save_file(state, weights, {"format": "pt"})
-
-
-def extended(directory, name: str) -> None:
-    weights = directory / "model.safetensors"
-    save_file({**load_file(weights), name: torch.ones(2)}, weights, {"format": "pt"})
+def altered(directory, without: str = "", **added: torch.Tensor) -> None:
+    file = directory / "model.safetensors"
+    kept = {name: weight for name, weight in load_file(file).items() if not (without and name.endswith(without))}
+    save_file(kept | added, file, {"format": "pt"})
 
 
 def truncated(directory, share: float) -> None:
@@ -84,9 +78,9 @@ def configured(directory, *dropped: str, **settings) -> dict:
 
 
 DAMAGED = {  # kind, what is done to its directory, and the error
-    "without a weight": ("own", partial(without, name="0.mlp.router"), "lacks 1 weights of its model: .*router"),
-    "one too many": ("replaced", partial(extended, name="model.norm.scale"), "does not fit .* unexpected .*norm.scale"),
-    "official without a weight": ("official", partial(without, name="0.mlp.router"), "lacks weights of .*router"),
+    "without a weight": ("own", partial(altered, without="0.mlp.router"), "lacks 1 weights of its model: .*router"),
+    "one too many": ("replaced", partial(altered, scale=torch.ones(2)), "does not fit .* unexpected .*scale"),
+    "official without a weight": ("official", partial(altered, without="0.mlp.router"), "lacks weights of .*router"),
     "truncated": ("own", partial(truncated, share=0.5), "weights in .* do not load"),
     "truncated, official": ("official", partial(truncated, share=0.5), "weights in .* do not load"),
     "empty": ("own in FP8", partial(truncated, share=0), "weights in .* do not load"),
@@ -115,7 +109,7 @@ def test_from_pretrained_draws_what_the_checkpoint_lacks_as_documented(missing, 
     settings = dict(intermediate_size=96, ffn_num_heads=2, ffn_num_subnets=2, ffn_q_norm=True)
     model = FlashMHFForCausalLM(FlashMHFConfig(**sizes, **settings))
     model.save_pretrained(tmp_path)
-    without(tmp_path, f"0.mlp.{missing}")
+    altered(tmp_path, without=f"0.mlp.{missing}")
     for _ in range(20):  # memory that a process has used before
         torch.full((2, 2, 48, 64), 1e30)
     again, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)

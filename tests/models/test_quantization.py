@@ -64,6 +64,10 @@ def reloaded(model: nn.Module, directory, **settings) -> nn.Module:
     return again
 
 
+def mlp(model: nn.Module) -> nn.Module:
+    return model.model.layers[1].mlp
+
+
 # Replaced networks
 
 
@@ -74,11 +78,11 @@ def test_replaced_networks_are_recorded_and_loaded(kind, dtype, tmp_path):
     # transformers' own .to() rounds the frequencies, loading does not
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     flashmhf.replace_ffn(model, num_heads=2, q_norm=True, router_eps=1e-6, backend="eager")
-    nn.init.uniform_(model.model.layers[0].mlp.q_norm.weight)
+    nn.init.uniform_(mlp(model).q_norm.weight)
     again = reloaded(model, tmp_path)
-    mlp = again.model.layers[1].mlp
-    assert (mlp.num_heads, mlp.router_eps, mlp.backend, mlp.k.dtype) == (2, 1e-6, "eager", dtype)
-    assert mlp.q_norm.eps == model.model.layers[1].mlp.q_norm.eps and mlp.k.requires_grad
+    network = mlp(again)
+    assert (network.num_heads, network.router_eps, network.backend, network.k.dtype) == (2, 1e-6, "eager", dtype)
+    assert network.q_norm.eps == mlp(model).q_norm.eps and network.k.requires_grad
     assert not any(hasattr(again, name) for name in ("hf_quantizer", "quantization_method"))
     again.save_pretrained(tmp_path / "again", max_shard_size="50KB")
     assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "config.json").read_text()
@@ -86,35 +90,25 @@ def test_replaced_networks_are_recorded_and_loaded(kind, dtype, tmp_path):
     # transformers reads ``quantization_config`` of a configuration that it is given as a dict
     for settings in ({"device_map": "auto"}, {"config": model.config}):
         same_bits(AutoModelForCausalLM.from_pretrained(tmp_path, **settings), model)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16).model.layers[0].mlp.k.dtype == torch.half
-    assert again.half().model.layers[0].mlp.k.dtype == torch.half and again.float().dtype == torch.float32
-
-
-def mlp(model: nn.Module) -> nn.Module:
-    return model.model.layers[1].mlp
+    assert mlp(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)).k.dtype == torch.half
+    assert mlp(again.half()).k.dtype == torch.half and again.float().dtype == torch.float32
 
 
 def put(model: nn.Module, network: nn.Module) -> None:
     model.model.layers[1].mlp = network
 
 
-def flash(model: nn.Module, *sizes: int, **settings) -> nn.Module:
-    return flashmhf.FlashMHF(model.config.hidden_size, *(sizes or (2, 3, 48)), **settings)
-
-
-def by_layer(model):
-    """Each network has its own sizes, and those that stayed SwiGLU stay."""
-    flashmhf.replace_ffn(model.model.layers[0], num_heads=1)
-
-
 CHANGES = {
-    "by layer": by_layer,
+    # each network has its own sizes, and those that stayed SwiGLU stay
+    "by layer": lambda model: flashmhf.replace_ffn(model.model.layers[0], num_heads=1),
     "by list": lambda model: flashmhf.replace_ffn(model.model.layers, num_heads=2),
-    "by hand": lambda model: put(model, flash(model, num_kv_heads=1, activation="relu")),
+    "by hand": lambda model: put(
+        model, flashmhf.FlashMHF(model.config.hidden_size, 2, 3, 48, num_kv_heads=1, activation="relu")
+    ),
     "checkpointed": lambda model: (flashmhf.replace_ffn(model), put(model, checkpoint_wrapper(mlp(model)))),
     "one to fp8": lambda model: put(model, quantize.to_fp8(mlp(model))),
     "list to fp8": lambda model: quantize.quantize_(model.model.layers),
-    "some to fp8": lambda model: (by_layer(model), quantize.quantize_(model.model.layers)),
+    "some to fp8": lambda model: (CHANGES["by layer"](model), quantize.quantize_(model.model.layers)),
 }
 OF_FLASHMHF = ("by hand", "one to fp8", "list to fp8")
 
@@ -189,6 +183,9 @@ def test_a_model_of_its_configuration_alone(fp8, make, tmp_path):
         if not fp8:
             weights = (mlp(each).out_proj.weight.std() for each in (drawn, model))
             torch.testing.assert_close(*weights, rtol=0.05, atol=0)
+    if make is replaced:
+        with pytest.raises(ValueError, match="has no model.layers.1.mlp, which its configuration records"):
+            AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path, num_hidden_layers=1))
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     empty.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True, strict=True)
@@ -319,14 +316,14 @@ def test_the_trainer_and_adapters_take_a_reloaded_model(tmp_path):
     peft = pytest.importorskip("peft")
     replaced().save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    before = model.model.layers[0].mlp.k.clone()
+    before = mlp(model).k.clone()
     arguments = transformers.TrainingArguments(
         str(tmp_path / "run"), max_steps=1, report_to="none", use_cpu=True, save_strategy="steps", save_steps=1
     )
     data = [{"input_ids": IDS[0], "labels": IDS[0]}] * 8
     with torch.enable_grad():
         transformers.Trainer(model, arguments, train_dataset=data).train()
-    assert not torch.equal(model.model.layers[0].mlp.k, before)
+    assert not torch.equal(mlp(model).k, before)
     same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-1"), model)
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -387,10 +384,9 @@ def test_quantised_while_loading_stored_and_restored(settings, tmp_path):
 def test_dtype_and_device_map(stored, settings):
     for name, config in (("packed", {}), ("plain", {"quantization_config": FlashMHFFp8Config()})):
         model = AutoModelForCausalLM.from_pretrained(stored / name, **settings, **config)
-        mlp = model.model.layers[1].mlp
-        wanted = torch.bfloat16 if settings.get("dtype") == torch.bfloat16 else torch.float32
-        assert model.dtype == mlp.router.dtype == mlp.in_proj.weight.dtype == wanted
-        assert mlp.k8.dtype == torch.float8_e4m3fn and mlp.scales.dtype == torch.float32
+        wanted, network = torch.bfloat16 if settings.get("dtype") == torch.bfloat16 else torch.float32, mlp(model)
+        assert model.dtype == network.router.dtype == network.in_proj.weight.dtype == wanted
+        assert network.k8.dtype == torch.float8_e4m3fn and network.scales.dtype == torch.float32
         assert model(IDS.to(model.device)).logits.isfinite().all()
 
 
