@@ -144,6 +144,7 @@ def _build(model: nn.Module, record: FlashMHFRecord, whole: bool = False) -> Non
         raise ValueError(f"{type(model).__name__} has no {lost[0]}, which its configuration records")
     if lost:
         return
+    layers = max(len(record.networks), getattr(model.config.get_text_config(), "num_hidden_layers", 1))
     for recorded, settings in record.networks.items():
         present = model.get_submodule(names[recorded])
         if isinstance(present, FlashMHF | Fp8FlashMHF) and _settings(present) == settings:
@@ -151,7 +152,7 @@ def _build(model: nn.Module, record: FlashMHFRecord, whole: bool = False) -> Non
         like = next(present.parameters())
         network = FlashMHF(**settings, device=like.device, dtype=like.dtype)
         deviation = getattr(model.config, "initializer_range", INITIALIZER_RANGE)
-        network.reset_parameters(initializer_range=deviation, num_layers=len(record.networks))
+        network.reset_parameters(initializer_range=deviation, num_layers=layers)
         mark_drawn(network)
         model.set_submodule(names[recorded], network)
     if record.fp8:
@@ -244,9 +245,10 @@ def record(model: PreTrainedModel) -> None:
     """Write :func:`described` into the model's configuration, as ``save_pretrained`` does; raises what that raises."""
     found = described(model)
     for part in model.modules():  # what is recorded of a part has other names, and may be no longer so
-        if isinstance(part, PreTrainedModel) and _method(part.config) == METHOD:
-            del part.config.quantization_config
+        if isinstance(part, PreTrainedModel):
             _guard(part.config, False)
+            if _method(part.config) == METHOD:
+                del part.config.quantization_config
     if found is not None:
         model.config.quantization_config = found
         _guard(model.config, not isinstance(model.config, FlashMHFConfig))  # whose type is unknown without the import

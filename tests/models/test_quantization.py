@@ -183,13 +183,25 @@ def test_a_model_of_its_configuration_alone(fp8, make, tmp_path):
         if not fp8:
             weights = (mlp(each).out_proj.weight.std() for each in (drawn, model))
             torch.testing.assert_close(*weights, rtol=0.05, atol=0)
-    if make is replaced:
-        with pytest.raises(ValueError, match="has no model.layers.1.mlp, which its configuration records"):
-            AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path, num_hidden_layers=1))
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     empty.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True, strict=True)
     same_bits(empty, model)
+
+
+def test_a_configuration_of_fewer_networks_or_layers(tmp_path):
+    """One that lost its record is that of a SwiGLU model again, also where it is loaded once more."""
+    model = foreign(num_hidden_layers=8)
+    flashmhf.replace_ffn(model.model.layers[1], num_heads=2)
+    model.save_pretrained(tmp_path)
+    drawn = (mlp(each).out_proj.weight.std() for each in (model, AutoModelForCausalLM.from_config(model.config)))
+    torch.testing.assert_close(*drawn, rtol=0.05, atol=0)  # a part for each of eight layers
+    config = AutoConfig.from_pretrained(tmp_path)
+    del config.quantization_config
+    reloaded(AutoModelForCausalLM.from_config(config).eval(), tmp_path / "swiglu")
+    replaced().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no model.layers.1.mlp, which its configuration records"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path, num_hidden_layers=1))
 
 
 def test_weights_without_their_record_are_refused(tmp_path):
