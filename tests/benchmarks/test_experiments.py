@@ -52,11 +52,8 @@ def tokens(tmp_path_factory):
         patch.setattr(corpus, "GROUP", 7)
         corpus.main([str(directory), str(out)])
     ids = np.fromfile(out / "train-00.bin", np.uint16)
-    for name, part in {
-        "train-00": ids[: len(ids) // 2],
-        "train-01": ids[len(ids) // 2 :],
-        "val-code": ids[:700],
-    }.items():
+    middle = len(ids) // 2
+    for name, part in {"train-00": ids[:middle], "train-01": ids[middle:], "val-code": ids[:700]}.items():
         part.tofile(out / f"{name}.bin")
     return out
 
@@ -66,9 +63,8 @@ def test_text_to_tokens(tokens, tmp_path):
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokens / "tokenizer.json"))
-    ids = np.concatenate(
-        [np.fromfile(tokens / f"{name}.bin", np.uint16) for name in ("train-00", "train-01", "val-prose")]
-    )
+    parts = (np.fromfile(tokens / f"{name}.bin", np.uint16) for name in ("train-00", "train-01", "val-prose"))
+    ids = np.concatenate(list(parts))
     stored = json.loads((tokens / "tokens.json").read_text())
     assert (ids == 0).sum() == 401 and len(ids) == sum(stored["parts"].values()) and stored["vocabulary"] == 300
     texts = tokenizer.decode(ids.tolist(), skip_special_tokens=False).split("<eos>")
@@ -132,15 +128,12 @@ def test_a_run_goes_on_where_its_minutes_were_over_with_the_same_losses(tokens, 
         assert parts[name] == whole[name], name
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"non_embedding": 100_000}, "non-embedding parameters; tiny is 100,000 within 1%"),
-        ({"ffn": "mlp"}, "ffn is 'mlp'"),
-        ({"optimizer": "sgd"}, "optimizer is 'sgd'"),
-        ({"steps": 100_000}, "a: steps is 100000, .* at most 4"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"non_embedding": 100_000}, "non-embedding parameters; tiny is 100,000 within 1%"),
+    ({"ffn": "mlp"}, "ffn is 'mlp'"),
+    ({"optimizer": "sgd"}, "optimizer is 'sgd'"),
+    ({"steps": 100_000}, "a: steps is 100000, .* at most 4"),
+])  # fmt: skip
 def test_unequal_sizes_and_unknown_settings_are_refused(tokens, tmp_path, change, message):
     run = compare.Run(**{"name": "a", "ffn": "swiglu", "width": 192, **SMALL, **change})
     with pytest.raises(ValueError, match=message):
@@ -163,24 +156,15 @@ def test_the_model_is_that_of_flashmhf_lm(ffn):
         tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     )  # fmt: skip
     theirs = FlashMHFForCausalLM(config)
-    state = {
-        "model.embed_tokens.weight": ours.embedding.weight,
-        "lm_head.weight": ours.embedding.weight,
-        "model.norm.weight": ours.head.norm.weight,
-    }
+    state = {"norm": ours.head.norm.weight, "embed_tokens": ours.embedding.weight}
     for index, block in enumerate(ours.blocks):
-        prefix = f"model.layers.{index}."
-        state |= {
-            f"{prefix}self_attn.{name}_proj.weight": part
-            for name, part in zip("qkv", block.qkv.weight.chunk(3), strict=True)
-        }
-        state |= {
-            f"{prefix}self_attn.o_proj.weight": block.out.weight,
-            f"{prefix}input_layernorm.weight": block.norm1.weight,
-        }
-        state |= {f"{prefix}post_attention_layernorm.weight": block.norm2.weight}
-        state |= {f"{prefix}mlp.{name}": part for name, part in block.ffn.state_dict().items()}
-    theirs.load_state_dict(state)
+        layer = {f"self_attn.{name}_proj": part for name, part in zip("qkv", block.qkv.weight.chunk(3), strict=True)}
+        layer |= {"self_attn.o_proj": block.out.weight, "input_layernorm": block.norm1.weight}
+        layer["post_attention_layernorm"] = block.norm2.weight
+        state |= {f"layers.{index}.{name}": weight for name, weight in layer.items()}
+        theirs.model.layers[index].mlp.load_state_dict(block.ffn.state_dict())
+    left = theirs.model.load_state_dict({f"{name}.weight": weight for name, weight in state.items()}, strict=False)
+    assert not left.unexpected_keys and all(".mlp." in name for name in left.missing_keys)
     tokens = torch.randint(100, (3, 17))
     logits = theirs(input_ids=tokens[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

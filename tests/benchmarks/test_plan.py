@@ -45,18 +45,15 @@ def test_no_time_below_the_bound(planner, length, sizes, capsys):
         assert rows["bound"].strip().startswith("memory" if length == "1" else "tensor cores")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["16", "22", "384", "80", "1"], "d_h is 80"),
-        (["16", "22", "40", "64", "1"], "d_e is 40"),
-        (["16", "22", "384", "128", "0"], "T is 0; it must be at least 1"),
-        ([*FLAGSHIP, "1000000000"], "Q, K, U, V and the output take 8.19e+03 GB; supported: 141 GB"),
-        ([*FLAGSHIP, "1", "--batch", str(10**20)], "supported: 141 GB"),
-        ([*FLAGSHIP, "12", "--kv-heads", "5"], "H_kv is 5; supported: divisors of H = 16"),
-        ([*FLAGSHIP, "12", "--deterministic"], "--deterministic needs --backward"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["16", "22", "384", "80", "1"], "d_h is 80"),
+    (["16", "22", "40", "64", "1"], "d_e is 40"),
+    ([*FLAGSHIP, "0"], "T is 0; it must be at least 1"),
+    ([*FLAGSHIP, "1000000000"], "Q, K, U, V and the output take 8.19e+03 GB; supported: 141 GB"),
+    ([*FLAGSHIP, "1", "--batch", str(10**20)], "supported: 141 GB"),
+    ([*FLAGSHIP, "12", "--kv-heads", "5"], "H_kv is 5; supported: divisors of H = 16"),
+    ([*FLAGSHIP, "12", "--deterministic"], "--deterministic needs --backward"),
+])  # fmt: skip
 def test_a_shape_without_kernels_is_one_line(planner, arguments, message, capsys):
     assert plan.main(arguments) == 2
     captured = capsys.readouterr()

@@ -35,9 +35,6 @@ def tiny(*names: str, **changes) -> Cell:
     return layer.layer_cell("latency", TINY, 5, names, **({"batch": 2} | changes))
 
 
-# Cells
-
-
 def test_a_subject_that_fails_leaves_the_others_their_numbers():
     calls = []
 
@@ -58,9 +55,6 @@ def test_a_subject_that_fails_leaves_the_others_their_numbers():
     assert "ms" not in rows["memory"]
 
 
-# Whole layers
-
-
 @pytest.mark.parametrize("direction", ["forward", "training"])
 def test_every_subject_that_runs_here_is_right(direction):
     for name, row in by_subject(tiny(*ON_CPU, direction=direction)).items():
@@ -75,9 +69,8 @@ def test_every_subject_that_runs_here_is_right(direction):
 def test_a_red_check_leaves_no_number(monkeypatch, wrong, direction):
     gradient = lambda y: y + 0.01 * (y - y.detach())  # noqa: E731 - the same value, and 1.01 times the gradient
     change = {"value": lambda y: y * 1.001, "nan": lambda y: y / 0 * 0, "gradient": gradient}[wrong]
-    broken = dataclasses.replace(
-        subjects.SUBJECTS["swiglu"], name="broken", caller=lambda: lambda module, x: change(module(x))
-    )
+    caller = lambda: lambda module, x: change(module(x))  # noqa: E731
+    broken = dataclasses.replace(subjects.SUBJECTS["swiglu"], name="broken", caller=caller)
     monkeypatch.setitem(subjects.SUBJECTS, "broken", broken)
     rows = by_subject(tiny("swiglu", "broken", direction=direction))
     assert rows["swiglu"]["status"] == "ok"
@@ -97,25 +90,16 @@ def test_missing_subjects_are_rows_with_reasons(monkeypatch):
     assert "device is cpu" in rows["flashmhf_hopper"]["reason"]
 
 
-# The operator
-
-
-@pytest.mark.parametrize(
-    ("direction", "names"),
-    [
-        ("forward", {"forward", "gated forward", "gate, then forward", "materialising"}),
-        ("backward", {"backward", "gated backward", "forward and backward", "materialising"}),
-    ],
-)
+@pytest.mark.parametrize(("direction", "names"), [
+    ("forward", {"forward", "gated forward", "gate, then forward", "materialising"}),
+    ("backward", {"backward", "gated backward", "forward and backward", "materialising"}),
+])  # fmt: skip
 def test_the_operator_is_checked_and_timed(direction, names):
     rows = by_subject(operator.cell(direction, "eager", SMALL, torch.float32, compared=True))
     assert rows.keys() == names
     for row in rows.values():
         assert row["status"] == "ok" and row["error"] < 1e-5 and row["ms"]["p50"] > 0 and row["memory_mib"] > 0
         assert row["timing"] == "host clock"
-
-
-# The runner
 
 
 def test_a_run_writes_one_record_and_its_table(tmp_path, capsys):
@@ -179,9 +163,6 @@ def test_compiled_blocks_of_every_cell_are_compiled(monkeypatch):
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before >= len(rows) == 2, length
 
 
-# Many processes
-
-
 def test_four_processes(tmp_path):
     """``python -m benchmarks.distributed`` over gloo."""
     command = ("-m", "benchmarks.distributed", "--smoke", "--ranks", 4, "--steps", 2, "--out", tmp_path / "run")
@@ -196,15 +177,11 @@ def test_four_processes(tmp_path):
         assert row["losses"][0] != row["losses"][-1] and ("x_one" in row) == (layout != "one")
 
 
-# On a GPU
-
-
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_operator_on_the_gpu(gpu_backend, direction):
     for size in (operator.Size(3000, 4, 128, 3, 128), operator.Size(16, 4, 128, 3, 128)):
-        rows = by_subject(
-            operator.cell(direction, gpu_backend, size, torch.bfloat16, compared=True), context("cuda", torch.bfloat16)
-        )
+        cell = operator.cell(direction, gpu_backend, size, torch.bfloat16, compared=True)
+        rows = by_subject(cell, context("cuda", torch.bfloat16))
         assert all(row["status"] == "ok" for row in rows.values()), rows
         assert rows[direction]["x_product"] > 0
         assert rows[direction]["timing"] == ("events" if size.T > 1024 else "CUDA graph")

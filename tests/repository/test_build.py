@@ -155,16 +155,13 @@ def toolchain(monkeypatch):
     return script("build_backend/toolchain.py")
 
 
-@pytest.mark.parametrize(
-    ("version", "usable", "label"),
-    [("12.3", False, "+cu12"), ("12.4", True, "+cu12"), ("12.9", True, "+cu12"), ("13.0", True, "")],
-)
-def test_cuda_home_the_oldest_nvcc_and_the_version_of_a_wheel(toolchain, monkeypatch, tmp_path, version, usable, label):
+@pytest.mark.parametrize(("version", "label"), [("12.3", "+cu12"), ("12.4", "+cu12"), ("12.9", "+cu12"), ("13.0", "")])
+def test_cuda_home_the_oldest_nvcc_and_the_version_of_a_wheel(toolchain, monkeypatch, tmp_path, version, label):
     nvcc = program(tmp_path / "bin" / "nvcc", NVCC.format(version))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert toolchain.nvcc() == nvcc and toolchain.release_label() == label
     reason = toolchain.no_cuda_reason()
-    assert reason is None if usable else "supported: nvcc 12.4 and later" in reason
+    assert "supported: nvcc 12.4 and later" in reason if version == "12.3" else reason is None
 
 
 @pytest.mark.parametrize(
@@ -176,25 +173,19 @@ def test_a_named_compiler_that_is_no_nvcc_is_an_error(toolchain, monkeypatch, na
         toolchain.build_requirements()
 
 
-def torch_folder(root: Path, version: str, stable: bool = True) -> Path:
-    folder = root / "torch"
-    header = folder / "include/torch/csrc/stable/library.h"
-    header.parent.mkdir(parents=True)
-    if stable:
-        header.touch()
-    (folder / "version.py").write_text(f"__version__ = '{version}'\n", encoding="utf-8")
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("version", "stable", "used"),
-    [("2.9.1", True, False), ("2.10.0", True, True), ("2.13.0+cpu", True, True), ("2.13.0", False, False)],
+    ("version", "header", "used"),
+    [("2.9.1", "library", 0), ("2.10.0", "library", 1), ("2.13.0+cpu", "library", 1), ("2.13.0", "other", 0)],
 )
-def test_torch_of_the_target_environment(toolchain, monkeypatch, tmp_path, version, stable, used):
+def test_torch_of_the_target_environment(toolchain, monkeypatch, tmp_path, version, header, used):
     """Under build isolation torch is not importable, but the target's site-packages still has its headers."""
-    folder = torch_folder(tmp_path, version, stable)
+    folder = tmp_path / "torch"
+    headers = folder / "include/torch/csrc/stable"
+    headers.mkdir(parents=True)
+    (headers / f"{header}.h").touch()
+    (folder / "version.py").write_text(f"__version__ = '{version}'\n", encoding="utf-8")
     monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(toolchain, "no_cuda_reason", lambda: None)
     assert toolchain.torch_root() == (folder if used else None)
-    assert ("torch>=2.10" in toolchain.build_requirements()) is not used
+    assert ("torch>=2.10" in toolchain.build_requirements()) is not bool(used)

@@ -30,21 +30,16 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
         exec(compile(lines_before + block[1], str(page), "exec"), namespace)
 
 
-def _listed() -> set[str]:
-    return set(re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
-
-
 def test_the_navigation_lists_pages_that_exist():
-    assert {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} == _listed()
+    listed = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} == set(listed)
 
 
 def test_the_reference_has_every_public_name():
     import flashmhf
 
-    named = set(
-        re.findall(r"^::: flashmhf\.(?:nn\.)?(\w+)", (DOCS / "reference.md").read_text(encoding="utf-8"), re.MULTILINE)
-    )
-    assert set(flashmhf.__all__) <= named
+    reference = (DOCS / "reference.md").read_text(encoding="utf-8")
+    assert set(flashmhf.__all__) <= set(re.findall(r"^::: flashmhf\.(?:nn\.)?(\w+)", reference, re.MULTILINE))
 
 
 def test_the_site_builds_without_warnings(tmp_path):
@@ -65,7 +60,5 @@ def test_an_example_runs(name, needs, monkeypatch, capsys):
         pytest.importorskip(package)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
-    losses = [
-        float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines() if line.startswith("step ")
-    ]
+    losses = [float(loss) for loss in re.findall(r"^step .* (\S+)$", capsys.readouterr().out, re.MULTILINE)]
     assert losses[-1] < losses[0] - 0.5

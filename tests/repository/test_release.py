@@ -21,9 +21,8 @@ pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="the so
 def too_new(library: Path) -> dict[str, tuple[int, ...]]:
     """The newest version of each system interface that the library refers to, where manylinux_2_28 has none so new."""
     found: dict[str, tuple[int, ...]] = {}
-    for interface, version in re.findall(
-        r"\b(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)", readelf("--version-info", str(library))
-    ):
+    listed = readelf("--version-info", str(library))
+    for interface, version in re.findall(r"\b(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)", listed):
         found[interface] = max(found.get(interface, ()), tuple(map(int, version.split("."))))
     return {name: version for name, version in found.items() if version > LIMITS[name]}
 
@@ -32,20 +31,16 @@ def test_the_release_wheel_serves_every_python(tmp_path):
     pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml asks for it")
     library = tmp_path / "compiled_before.so"
     library.write_bytes(b"a library")
-    command = (
-        "setup.py", "-q", "egg_info", "--egg-base", tmp_path, "build", "--build-base",
-        tmp_path / "build",
-        "bdist_wheel",
-    )  # fmt: skip
-    run_python(*command, "--dist-dir", tmp_path / "dist", cwd=ROOT, FLASHMHF_WHEEL="1", FLASHMHF_LIBRARY=str(library))
+    command = ["setup.py", "-q", "egg_info", "--egg-base", tmp_path, "build", "--build-base", tmp_path / "build"]
+    command += ["bdist_wheel", "--dist-dir", tmp_path / "dist"]
+    run_python(*command, cwd=ROOT, FLASHMHF_WHEEL="1", FLASHMHF_LIBRARY=str(library))
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     assert re.fullmatch(r"flashmhf-.*-py3-none-\w+\.whl", wheel.name) and not wheel.name.endswith("none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         assert archive.read("flashmhf/libflashmhf_hopper.so") == b"a library"
-        assert (
-            "Root-Is-Purelib: false" in archive.read(next(name for name in names if name.endswith("/WHEEL"))).decode()
-        )
+        (about,) = (name for name in names if name.endswith("/WHEEL"))
+        assert "Root-Is-Purelib: false" in archive.read(about).decode()
     assert "flashmhf/py.typed" in names
     assert not [name for name in names if "_plan" in name or not name.startswith("flashmhf")]
 

@@ -16,11 +16,8 @@ def clang_format() -> str:
     tool = shutil.which("clang-format", path=str(Path(sys.executable).parent)) or shutil.which("clang-format")
     if tool is None:
         pytest.skip("clang-format is not installed (pip install 'flashmhf[test]')")
-    version = (
-        subprocess.run([tool, "--version"], capture_output=True, text=True, check=True)
-        .stdout.split("version ")[1]
-        .split()[0]
-    )
+    printed = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
+    version = printed.split("version ")[1].split()[0]
     if int(version.split(".")[0]) < OLDEST_CLANG_FORMAT:
         pytest.skip(f"clang-format {version} is older than {OLDEST_CLANG_FORMAT}")
     return tool
