@@ -1,5 +1,5 @@
-"""The commands about this machine, and what all commands share: one line for an error, the status, and output that no
-command dies of."""
+"""The commands: options are used or refused, help is true, an error is one line with its status, and no command dies of
+its output."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ast
 import io
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,8 @@ from lm_runs import ROOT, environment, interrupt
 
 from flashmhf import backends
 from flashmhf.models import FlashMHFForCausalLM
-from flashmhf_recipes import cli, first_run
+from flashmhf.models.presets import PRESETS, SCALES
+from flashmhf_recipes import cli, first_run, tokenizer, training
 from flashmhf_recipes.options import Options, empty_model
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -124,23 +126,17 @@ def test_what_a_command_writes_must_be_writable(text, tmp_path, monkeypatch, cap
     """It is known before the work is done."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    assert cli.main(["--device", "cpu", "--text", str(text)]) == 2
-    assert "flashmhf_report.png cannot be written" in capsys.readouterr().err
-    assert cli.main(["eval", "--model", "./nothing", "--data", "x", "--json", "x"]) == 2
-    assert "--json is 'x'; it must name a file that can be written" in capsys.readouterr().err
+    for command, message in (
+        (f"--device cpu --text {text}", "flashmhf_report.png cannot be written"),
+        ("eval --model ./nothing --data x --json x", "--json is 'x'; it must name a file that can be written"),
+    ):
+        assert cli.main(command.split()) == 2 and message in capsys.readouterr().err
 
 
 def test_default_text_is_the_standard_library():
     text = first_run.training_text(None)
     assert len(text) > 1_000_000 and b"import" in text
     assert text == first_run.training_text(None)
-
-
-def test_check_lists_every_tensor(capsys):
-    assert cli.main(["check", "--device", "cpu", "--backend", "eager"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert [row[2] for row in rows] == ["out", "dq", "dk", "du", "dv", "dr"] * 3
-    assert all(row[-1] == "ok" for row in rows)
 
 
 MISTAKES = {
@@ -236,3 +232,50 @@ def test_what_did_not_fit_or_cannot_be_drawn(small, tmp_path, caplog):
     assert "nan" in first_run.table(small, measurements=measurements)
     assert not first_run.picture(tmp_path / "nothing" / "x.png", small, measurements, {})
     assert ["was not drawn" in record.message for record in caplog.records] == [True]
+
+
+def test_every_option_has_a_flag(monkeypatch):
+    """Flags are made from the fields: values arrive with their types, and what is not given keeps its default."""
+    given, result = [], training.Result("run", 1, 1, 1.0, None)
+    monkeypatch.setattr(training, "start", lambda options: given.append(options) or result)
+    flags = "--data a b --steps 5 --no-param-groups --compile --optimizer muon --warmup 0.5"
+    flags += " --set adam_epsilon=1e-6 --set report_to=none --model-set ffn_q_norm=true"
+    assert cli.main(["train", "--output", "run", *flags.split()]) == 0
+    expected = dict(data=["a", "b"], steps=5, param_groups=False, compile=True, optimizer="muon", warmup=0.5)
+    expected |= dict(arguments={"adam_epsilon": 1e-6, "report_to": "none"}, model={"ffn_q_norm": True})
+    assert given == [training.Options("run", **expected)]
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nosuch", "meta", *([] if torch.cuda.is_available() else ["cuda"])])
+@pytest.mark.parametrize(
+    "command", ["generate --model {} the", "eval --model {} --data {}", "train --output run --data {}"]
+)
+def test_a_device_that_is_not_there(command, device, uninterrupted, text, capsys):
+    assert cli.main([*command.format(uninterrupted[0].output, text).split(), "--device", device]) == 2
+    error = capsys.readouterr().err
+    choice = command.startswith("train") and device != "cuda"
+    assert ("--device: invalid choice" if choice else f"device is '{device}'") in error and error.count("\n") == 1
+    assert device != "cuda" or "this PyTorch sees no CUDA GPU" in error
+
+
+def test_a_tokenizer_larger_than_the_model(uninterrupted, text, tmp_path, capsys):
+    tokenizer.train([text.read_text()], 320).save_pretrained(tmp_path)
+    model = f"--model {uninterrupted[0].output} --tokenizer {tmp_path}"
+    assert cli.main(f"eval {model} --device cpu --data {text}".split()) == 2
+    assert re.search("has token numbers up to 3[01][0-9]; the vocabulary of .* has 300", capsys.readouterr().err)
+
+
+def test_help_of_train_is_true(capsys):
+    """Every scale's defaults and the names of all presets follow from the help."""
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    out = capsys.readouterr().out
+    for name, scale in SCALES.items():
+        sizes = f"{scale.d_model:,} {scale.vocabulary:,} {scale.context:,} {scale.batch}"
+        row = [name, *sizes.split(), f"{scale.steps:,}", f"{scale.learning_rate:g}"]
+        assert row in [line.split() for line in out.splitlines()]
+    names = set(re.search(r"FFN one of ([\w, ]+);", out)[1].split(", "))
+    assert {f"{ffn}-{scale}" for ffn in names for scale in SCALES} == {name for name in PRESETS if "-dh" not in name}
+    others = {f"flashmhf-{scale}-dh{d}" for scale in SCALES for d in (64, 256) if scale != "tiny"}
+    assert others == {name for name in PRESETS if "-dh" in name}
+    assert "examples:" in out and "report_to=wandb" in out and "--init-from" in out

@@ -55,17 +55,6 @@ def test_every_record_is_a_document(name, tmp_path):
         read(tmp_path, text_field="body")
 
 
-def test_what_is_not_read_is_counted(tmp_path):
-    for name in ("x.json", "README", "sub/z.csv", "w.parquet.gz", "a.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("{}")
-    (tmp_path / "link.txt").symlink_to(tmp_path / "nothing.txt")
-    texts, left_out = read(tmp_path)
-    assert texts == ["{}"]
-    names = [f"files ending in '.{end}'" for end in ("gz", "json", "csv")]
-    assert left_out == dict.fromkeys([*names, "files without a suffix", "links to nothing"], 1)
-
-
 BROKEN = {
     "binary.txt": (b"\x7fELF\0\0", "binary file"),
     "latin1.txt": (b"caf\xe9", "can't decode byte 0xe9"),
@@ -109,24 +98,19 @@ def test_text_that_no_tokenizer_takes_is_none(tmp_path):
 
 
 def test_datasets_library(tmp_path):
-    """A local data set, streamed in an order that the seed fixes; and one that is not there."""
+    """A local data set, streamed in an order that the seed fixes; one that is not there, two with a broken file."""
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl", [str(i) for i in range(100)])
     orders = [list(data.hosted(str(tmp_path / "set"), "train", "text", seed)) for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2] and sorted(map(int, orders[2])) == list(range(100))
     with pytest.raises(DataError, match="data set '.*missing' cannot be read: Couldn't find"):
         data.hosted(str(tmp_path / "missing"), "train", "text", 0)
-
-
-@pytest.mark.parametrize("name", ["b.parquet", "b.jsonl"])
-def test_a_broken_file_of_a_data_set_is_refused(name, tmp_path):
-    write(tmp_path / f"a.{name.partition('.')[2]}", ["one", "two"])
-    (tmp_path / name).write_bytes(b'{"text": "x", "other": 1}\n{"text": \n')
-    with pytest.raises(DataError, match="data set '.*' cannot be read: ."):
-        list(data.hosted(str(tmp_path), "train", "text", 0))
-
-
-# Tokenizers
+    for suffix in ("parquet", "jsonl"):
+        (tmp_path / suffix).mkdir()
+        write(tmp_path / suffix / f"a.{suffix}", ["one", "two"])
+        (tmp_path / suffix / f"b.{suffix}").write_bytes(b'{"text": "x", "other": 1}\n{"text": \n')
+        with pytest.raises(DataError, match="data set '.*' cannot be read: ."):
+            list(data.hosted(str(tmp_path / suffix), "train", "text", 0))
 
 
 def test_tokenizer_is_lossless_and_reproducible(bpe, tmp_path):
@@ -160,9 +144,6 @@ def test_long_words_do_not_stop_tokenizer_training(text):
     assert trained.decode(trained(text[:700])["input_ids"]) == text[:700]
 
 
-# Tokens on disk
-
-
 def test_packing_joins_documents_with_end_of_text(bpe, tmp_path):
     texts = data.Documents([{"text": text} for text in ("alpha beta", " ", None, "gamma")], "texts", Counter())
     report, tokens = data.store(tmp_path, texts, bpe, 10**6), data.load(tmp_path)
@@ -170,6 +151,11 @@ def test_packing_joins_documents_with_end_of_text(bpe, tmp_path):
     assert tokens[:].tolist() == expected and tokens.dtype == "uint16"
     assert report == f"texts; left out: 2 documents without text; using all {len(expected)} tokens"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "tokens.bin"]
+    (tmp_path / "empty.txt").touch()
+    empty = data.local([tmp_path / "empty.txt"], "text", 0, tmp_path / "cache")
+    left_out = "left out: 1 documents without text"
+    with pytest.raises(DataError, match=f"no text is left to train on: read 1 files, 1 documents.*; {left_out}"):
+        data.store(tmp_path, empty, bpe, 100)
 
 
 @pytest.mark.parametrize("text", ["word word word\n" * 2000, "日本" * 5000])
@@ -181,14 +167,6 @@ def test_a_long_document_is_cut_into_pieces_and_ends_once(text, bpe, monkeypatch
     ids = np.concatenate(list(data.encode([text], bpe)))
     assert (ids == 0).sum() == 1 and ids[-1] == 0 and bpe.decode(ids[:-1]) == text
     assert " " not in text or ids[:-1].tolist() == whole
-
-
-def test_nothing_to_read(bpe, tmp_path):
-    (tmp_path / "empty.txt").touch()
-    documents = data.local([tmp_path], "text", 0, tmp_path / "cache")
-    left_out = "left out: 1 documents without text"
-    with pytest.raises(DataError, match=f"no text is left to train on: read 1 files, 1 documents.*; {left_out}"):
-        data.store(tmp_path, documents, bpe, 100)
 
 
 def test_documents_are_drawn_from_all_files(tmp_path, tmp_path_factory):
@@ -266,16 +244,20 @@ def test_what_files_and_data_sets_hold_as_text(tmp_path_factory):
 
 
 def test_paths_of_text(tmp_path):
-    """A text file is one document; linked directories are read once, and a link that leads back is not followed."""
-    for name in ("all/b.TXT", "given/a.md", "given/inner/c.text.gz"):
+    """A text file is one document; linked directories are read once, and a link that leads back is not followed. What
+    is not read is counted."""
+    used = ("all/b.TXT", "given/a.md", "given/inner/c.text.gz")
+    for name in (*used, "given/x.json", "given/README", "given/sub/z.csv", "given/w.parquet.gz"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         content = f"{name}\r\n\n".encode()
-        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("text.gz") else content)
     os.symlink(tmp_path / "all", tmp_path / "given" / "part2")
     os.symlink(tmp_path / "given", tmp_path / "given" / "inner" / "up")
+    os.symlink(tmp_path / "nothing.txt", tmp_path / "given" / "link.txt")
     texts, left_out = read(tmp_path / "given", tmp_path / "given" / "." / "a.md")
-    assert sorted(texts) == [f"{name}\r\n\n" for name in ("all/b.TXT", "given/a.md", "given/inner/c.text.gz")]
-    assert not left_out
+    assert sorted(texts) == [f"{name}\r\n\n" for name in used]
+    kinds = [f"files ending in '.{end}'" for end in ("gz", "json", "csv")]
+    assert left_out == dict.fromkeys([*kinds, "files without a suffix", "links to nothing"], 1)
     (tmp_path / "a.pdf").write_bytes(b"%PDF")
     (tmp_path / "empty").mkdir()
     for name, message in (("no.txt", "does not exist"), ("empty", "has no files"), ("a.pdf", "ends in '.pdf'")):

@@ -22,7 +22,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from flashmhf.models import FFN_TYPES, generation
 from flashmhf_recipes import cli, evaluation, pretrained
-from flashmhf_recipes.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -83,17 +82,17 @@ def test_held_out_loss(trained, tmp_path):
 
 def test_held_out_refusals(trained, text, tmp_path):
     model, tokenizer = trained
-    with pytest.raises(ValueError, match="window is 1; it must be at least 2 and at most the model's 128"):
-        evaluation.held_out_loss(model, tokenizer, [text], window=1)
-    with pytest.raises(ValueError, match="stride is 64; it must be at least 1 and below the window of 64"):
-        evaluation.held_out_loss(model, tokenizer, [text], window=64, stride=64)
     broken = copy.deepcopy(model)
     broken.lm_head.weight.data.fill_(math.nan)
-    with pytest.raises(ValueError, match="the model's loss is nan: its weights are damaged"):
-        evaluation.held_out_loss(broken, tokenizer, [text])
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(DataError, match="no text is left to evaluate on.*documents without text"):
-        evaluation.held_out_loss(model, tokenizer, [tmp_path])
+    for case, path, settings, message in (
+        (model, text, {"window": 1}, "window is 1; it must be at least 2 and at most the model's 128"),
+        (model, text, {"window": 64, "stride": 64}, "stride is 64; it must be at least 1 and below the window of 64"),
+        (broken, text, {}, "the model's loss is nan: its weights are damaged"),
+        (model, tmp_path, {}, "no text is left to evaluate on.*documents without text"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluation.held_out_loss(case, tokenizer, [path], **settings)
 
 
 def test_what_can_be_loaded(runs, trained, tmp_path):
@@ -121,21 +120,35 @@ def test_generation(trained):
     model, tokenizer = trained
     settings = dict(max_new_tokens=12, seed=3)
     greedy = generation.generate(model, tokenizer, "the cat number", temperature=0.0, **settings)
-    assert greedy == generation.generate(model, tokenizer, "the cat number", temperature=0.0, **settings) != ""
+    for temperature in (0.0, 1e-6):
+        again = generation.generate(model, tokenizer, "the cat number", temperature=temperature, **settings)
+        assert again == greedy != ""
     hot = dict(temperature=2.0, top_p=1.0, max_new_tokens=12)
     sampled = [generation.generate(model, tokenizer, "the cat", seed=seed, **hot) for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
     assert isinstance(generation.generate(model, tokenizer, "", **settings), str)
-    supported = "supported: 0, and finite numbers from 1e-06 on"
-    for temperature in (-1, 1e-40, math.inf, math.nan):
-        with pytest.raises(ValueError, match=f"temperature is {temperature}; {supported}"):
-            generation.generate(model, tokenizer, "x", temperature=temperature)
-    for seed in (-1, 1 << 32):
-        with pytest.raises(ValueError, match=f"seed is {seed}; supported: integers from 0 to"):
-            generation.generate(model, tokenizer, "x", seed=seed)
-    assert generation.generate(model, tokenizer, "the cat number", temperature=1e-6, **settings) == greedy
-    with pytest.raises(ValueError, match="the model has 128 positions"):
-        generation.generate(model, tokenizer, "cat dog " * 200)
+
+
+@pytest.mark.parametrize(("prompt", "settings", "message"), [
+    *(("x", {"temperature": value}, f"temperature is {value}; supported: 0, and finite numbers from 1e-06 on")
+      for value in (-1, 1e-40, math.inf, math.nan)),
+    *(("x", {"seed": seed}, f"seed is {seed}; supported: integers from 0 to") for seed in (-1, 1 << 32)),
+    ("cat dog " * 200, {}, "the model has 128 positions"),
+    ("\udcff", {}, "prompt is not Unicode"),
+    ("", {"eos_token": None}, "prompt is empty, and the tokenizer has no end-of-text token"),
+    *(("the cat", {"temperature": value, "logit": math.nan}, "the model's logits are not finite: its weights")
+      for value in (0.0, 1.0)),
+])  # fmt: skip
+def test_generation_refuses(prompt, settings, message, trained, monkeypatch):
+    model, tokenizer = trained
+    if "eos_token" in settings:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.eos_token = settings.pop("eos_token")
+    if "logit" in settings:
+        logit = settings.pop("logit")
+        monkeypatch.setattr(model.lm_head, "forward", lambda x: torch.full((*x.shape[:-1], 300), logit))
+    with pytest.raises(ValueError, match=message):
+        generation.generate(model, tokenizer, prompt, **settings)
 
 
 def test_only_the_given_settings_change_probabilities(trained, monkeypatch):
@@ -165,20 +178,6 @@ def test_only_the_given_settings_change_probabilities(trained, monkeypatch):
     assert own.to_dict() == before and all(vars(model)[name] is value for name, value in attributes.items())
     with pytest.raises(TypeError, match="model must be a transformers.PreTrainedModel, got Sequential"):
         generation.generate(torch.nn.Sequential(model), tokenizer, "the cat")
-
-
-def test_generation_of_what_no_model_takes(trained, monkeypatch):
-    model, tokenizer = trained
-    with pytest.raises(ValueError, match="prompt is not Unicode"):
-        generation.generate(model, tokenizer, "\udcff")
-    endless = copy.deepcopy(tokenizer)
-    endless.eos_token = None
-    with pytest.raises(ValueError, match="prompt is empty, and the tokenizer has no end-of-text token"):
-        generation.generate(model, endless, "")
-    monkeypatch.setattr(model.lm_head, "forward", lambda x: torch.full((*x.shape[:-1], 300), math.nan))
-    for temperature in (0.0, 1.0):
-        with pytest.raises(ValueError, match="the model's logits are not finite: its weights are damaged"):
-            generation.generate(model, tokenizer, "the cat", temperature=temperature)
 
 
 def test_streamed_generation_prints_the_same_text(runs, trained, capsys):
@@ -215,24 +214,18 @@ def test_streaming_prints_as_tokens_come(runs, monkeypatch):
     assert seen[0] == "the cat" and len(set(seen)) > 3 and seen[-1].startswith("the cat ")
 
 
-# Commands
-
-
 def test_train_command_and_resume(text, tmp_path, capsys):
     output = tmp_path / "run"
-    command = f"train --output {output} --preset tiny --ffn flashmhf --data {text} --steps 3".split()
-    settings = ["--vocab-size", "300", "--length", "32", "--batch", "4", "--device", "cpu", "--eval-fraction", "0.1"]
-    settings += ["--log-every", "2"]
-    assert cli.main([*command, *settings, "--model-set", "ffn_q_norm=true"]) == 0
-    captured = capsys.readouterr()
-    assert "3 steps, loss" in captured.out and "held out" in captured.out
+    command = f"train --output {output} --preset tiny --data {text} --steps 3 --vocab-size 300 --length 32 --batch 4"
+    command += " --device cpu --eval-fraction 0.1 --log-every 2 --model-set ffn_q_norm=true"
+    for arguments, printed in (
+        (command, "3 steps, loss"),
+        (f"train --output {output} --resume --steps 5", "5 steps, "),
+    ):
+        assert cli.main(arguments.split()) == 0
+        out = capsys.readouterr().out
+        assert printed in out and "held out" in out
     assert json.loads((output / "config.json").read_text())["ffn_q_norm"] is True
-    assert cli.main(["train", "--output", str(output), "--resume"]) == 0
-    assert "3 steps" in capsys.readouterr().out
-    assert cli.main([*command, *settings]) == 2
-    assert "holds a run already; continue it with resume" in capsys.readouterr().err
-    assert cli.main(["train", "--output", str(output), "--resume", "--steps", "5"]) == 0
-    assert "5 steps, loss" in capsys.readouterr().out
 
 
 @pytest.mark.slow

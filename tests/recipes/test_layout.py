@@ -12,10 +12,9 @@ from flashmhf_recipes import data, metrics, training
 from flashmhf_recipes.errors import OptionError
 from flashmhf_recipes.layout import Layout, layout_of
 
-FLAGS = "train --preset tiny --vocab-size 300 --length 32 --batch 8 --micro-batch 2 --steps 12 --log-every 1"
-FLAGS += " --save-every 4 --eval-fraction 0.08 --eval-every 6 --device cpu --set eval_on_start=true"
-ONE_PROCESS = dict(micro_batch=2, steps=12, log_every=1, save_every=4, eval_fraction=0.08, eval_every=6)
-ONE_PROCESS["arguments"] = {"eval_on_start": True}
+SETTINGS = dict(micro_batch=2, steps=12, log_every=1, save_every=4, eval_fraction=0.08, eval_every=6)
+FLAGS = "train --preset tiny --vocab-size 300 --length 32 --batch 8 --device cpu --set eval_on_start=true".split()
+FLAGS += [part for name, value in SETTINGS.items() for part in ("--" + name.replace("_", "-"), str(value))]
 
 
 @pytest.mark.parametrize(("sizes", "processes", "expected"), [
@@ -56,7 +55,7 @@ def test_models_that_heads_do_not_shard_are_refused_before_anything_is_written(
 
 @pytest.fixture(scope="module")
 def one_process(text, tmp_path_factory) -> Path:
-    return start(tmp_path_factory.mktemp("one") / "run", text, **ONE_PROCESS).output
+    return start(tmp_path_factory.mktemp("one") / "run", text, arguments={"eval_on_start": True}, **SETTINGS).output
 
 
 @pytest.mark.slow
@@ -65,7 +64,7 @@ def test_two_processes_train_as_one(one_process, text, tmp_path):
     held-out loss of the same weights has the same bits. Two processes have five held-out batches, the last one
     shorter."""
     run = tmp_path / "run"
-    done = torchrun(2, *FLAGS.split(), "--data", text, "--output", run)
+    done = torchrun(2, *FLAGS, "--data", text, "--output", run)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("12 steps, loss") == 1
     same_run(run, one_process, rel=1e-5)
@@ -80,7 +79,7 @@ def test_a_killed_process_of_four_ends_the_job_and_the_run_resumes_on_two_and_on
     step 8 to 12."""
     run = tmp_path / "run"
     start = time.monotonic()
-    done = torchrun(4, *FLAGS.split(), "--tokens", one_process, "--output", run, "--tp", 2, DIE_AT="5")
+    done = torchrun(4, *FLAGS, "--tokens", one_process, "--output", run, "--tp", 2, DIE_AT="5")
     assert done.returncode and "Signal 9 (SIGKILL)" in done.stderr and time.monotonic() - start < 200
     assert [path.name for path in sorted(run.glob("checkpoint-*"))] == ["checkpoint-4"]
     done = torchrun(2, "train", "--resume", "--output", run, "--dp-shard", 2)
@@ -95,7 +94,7 @@ def test_a_killed_process_of_four_ends_the_job_and_the_run_resumes_on_two_and_on
 @pytest.mark.slow
 def test_a_failing_process_of_two_ends_the_job_with_its_message(one_process, tmp_path):
     start = time.monotonic()
-    arguments = *FLAGS.split(), "--tokens", one_process, "--output", tmp_path / "run", "--tp", 2
+    arguments = *FLAGS, "--tokens", one_process, "--output", tmp_path / "run", "--tp", 2
     done = torchrun(2, *arguments, FAIL_AT="3")
     assert done.returncode
     assert "flashmhf: error: this process has a fault of its own" in done.stderr

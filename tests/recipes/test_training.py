@@ -11,7 +11,7 @@ from lm_runs import At, environment, interrupt, noting, same_run, start
 from processes import run_python
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 import flashmhf
 from flashmhf.models.presets import preset
@@ -176,17 +176,8 @@ def smoothed(model, ids) -> float:
     return (0.9 * scores.gather(-1, ids[:, 1:, None])[..., 0] + 0.1 * scores.mean(-1)).mean().item()
 
 
-def test_a_smoothed_loss_is_of_the_next_token(uninterrupted, text, tmp_path):
-    """Under transformers' own Trainer, and in a run; the held-out loss stays the plain one."""
-    model = AutoModelForCausalLM.from_config(preset("tiny").config(vocab_size=300))
-    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(2, 300, (4, 16))]
-    arguments = dict(label_smoothing_factor=0.1, use_cpu=True, max_steps=1, logging_steps=1, report_to=[])
-    expected = smoothed(model, torch.stack([row["input_ids"] for row in rows]))
-    settings = TrainingArguments(tmp_path / "theirs", per_device_train_batch_size=4, **arguments)
-    trainer = Trainer(model, settings, train_dataset=rows)
-    trainer.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
-
+def test_a_smoothed_loss_is_of_the_next_token(text, tmp_path):
+    """By transformers' own Trainer.compute_loss; the held-out loss stays the plain one."""
     first = dict(steps=1, eval_fraction=0.1, eval_every=1, warmup=0, learning_rate=1e-9, min_learning_rate=1e-9)
     run = start(tmp_path / "run", text, arguments={"label_smoothing_factor": 0.1}, **first)
     model = AutoModelForCausalLM.from_pretrained(run.output)
@@ -200,39 +191,32 @@ def test_a_smoothed_loss_is_of_the_next_token(uninterrupted, text, tmp_path):
     assert run.eval_loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
 
 
-@pytest.mark.parametrize(("ffn", "grouped"), [("flashmhf", True), ("swiglu", False)])
-def test_groups_of_the_optimizer(ffn, grouped, text, tmp_path):
-    """param_groups' rates, decays and schedule reach the optimizer; without them there are transformers' two groups."""
+@pytest.mark.parametrize(("settings", "decays", "ratios"), [
+    ({"ffn": "flashmhf"}, [0.3, 1.0, 0.0], [1, 0.3, 1]),
+    ({"ffn": "swiglu", "param_groups": False}, [0.3, 0.0], [1, 1]),
+    ({"ffn": "flashmhf", "optimizer": "muon"}, [0.3, 0.3, 0.3, 0.0], [1, 1, 1, 1]),
+])  # fmt: skip
+def test_groups_of_the_optimizer_and_its_resumption(settings, decays, ratios, text, tmp_path):
+    """param_groups' rates, decays and schedule reach the optimizer; without them there are transformers' two groups. A
+    run that was interrupted ends with the weights of one that was not."""
     seen = []
 
     def note(optimizer, **_):
+        if "optimizer" in settings:  # in accelerate's wrapper
+            assert isinstance(optimizer.optimizer, flashmhf.Muon)
+            assert {group["muon"] for group in optimizer.param_groups} == {True, False}
         seen.append([(group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
 
-    settings = dict(ffn=ffn, steps=3, warmup=1, learning_rate=2e-3, weight_decay=0.3, param_groups=grouped)
-    output = start(tmp_path / "run", text, callbacks=[At("on_step_end", None, note)], **settings).output
-    decays, ratio = ([0.3, 1.0, 0.0], [1, 0.3, 1]) if grouped and ffn == "flashmhf" else ([0.3, 0.0], [1, 1])
+    settings = settings | dict(steps=4, warmup=1, learning_rate=2e-3, weight_decay=0.3, save_every=2)
+    output = start(tmp_path / "whole", text, callbacks=[At("on_step_end", None, note)], **settings).output
     for groups in seen:
         assert [decay for _, decay in groups] == pytest.approx(decays)
-        assert [rate / groups[0][0] for rate, _ in groups] == pytest.approx(ratio)
-    assert json.loads((output / "run.json").read_text())["param_groups"] is grouped
-
-
-def test_muon_trains_and_resumes(text, tmp_path):
-    """Its groups have param_groups' rates; a run that was interrupted ends with the weights of one that was not."""
-    seen = []
-
-    def note(optimizer, **_):
-        assert isinstance(optimizer.optimizer, flashmhf.Muon)  # in accelerate's wrapper
-        first = optimizer.param_groups[0]["lr"]
-        seen.append({(group["muon"], round(group["lr"] / first, 6)) for group in optimizer.param_groups})
-
-    settings = dict(optimizer="muon", steps=4, warmup=1, learning_rate=2e-3, save_every=2)
-    whole = start(tmp_path / "whole", text, callbacks=[At("on_step_end", None, note)], **settings).output
-    assert all(rules == {(True, 1.0), (False, 1.0)} for rules in seen) and seen
+        assert [rate / groups[0][0] for rate, _ in groups] == pytest.approx(ratios)
+    assert seen and json.loads((output / "run.json").read_text())["param_groups"] is settings.get("param_groups", True)
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path / "parts", text, callbacks=[At("on_step_end", 3, interrupt)], **settings)
     training.resume(tmp_path / "parts", bar=False)
-    same_run(tmp_path / "parts", whole)
+    same_run(tmp_path / "parts", output)
 
 
 def test_an_optimizer_with_groups_of_its_own_is_refused(text, tmp_path, monkeypatch):

@@ -1,14 +1,16 @@
-"""Who imports whom, also from inside functions: nothing imports from a floor above its own, and no files import each
-other in a circle."""
+"""The sources: nothing imports from a floor above its own, no files import each other in a circle, and the form is that
+of .clang-format and pyproject.toml."""
 
 import ast
 import graphlib
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import ROOT
+from processes import ROOT, run_python
 
 # From the ground up. "flashmhf/*" are the single modules of the package, "flashmhf" its __init__, which users import
 # and which swaps networks of models by what models know of them.
@@ -34,7 +36,7 @@ MODULES = modules()
 
 
 def imports(name: str) -> Iterator[str]:
-    """The absolute names of what a module imports, submodules by their own name."""
+    """The absolute names of what a module imports, also inside functions, submodules by their own name."""
     path = MODULES[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -76,3 +78,31 @@ def test_the_core_imports_torch_and_the_standard_library_only():
         for prefix, more in OPTIONAL.items():
             allowed |= more if name.startswith(prefix) else set()
         assert {target.partition(".")[0] for target in imports(name)} <= allowed, name
+
+
+OLDEST_CLANG_FORMAT = 23  # as in pyproject.toml; older ones break some lines elsewhere
+
+
+def clang_format() -> str:
+    tool = shutil.which("clang-format", path=str(Path(sys.executable).parent)) or shutil.which("clang-format")
+    if tool is None:
+        pytest.skip("clang-format is not installed (pip install 'flashmhf[test]')")
+    printed = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
+    version = printed.split("version ")[1].split()[0]
+    if int(version.split(".")[0]) < OLDEST_CLANG_FORMAT:
+        pytest.skip(f"clang-format {version} is older than {OLDEST_CLANG_FORMAT}")
+    return tool
+
+
+@pytest.mark.parametrize("folder", ["csrc", "thunderkittens"])
+def test_sources_are_formatted(folder):
+    files = [path for path in (ROOT / folder).rglob("*") if path.suffix in {".h", ".cuh", ".cpp", ".cu"}]
+    assert files
+    done = subprocess.run([clang_format(), "--dry-run", "-Werror", *files], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, f"run clang-format -i on:\n{done.stderr}"
+
+
+@pytest.mark.parametrize("arguments", [("check",), ("format", "--check")], ids=" ".join)
+def test_python_is_linted_and_formatted(arguments):
+    pytest.importorskip("ruff")
+    run_python("-m", "ruff", *arguments, ".", cwd=ROOT)
