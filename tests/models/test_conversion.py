@@ -241,17 +241,13 @@ def shards(directory, state: dict[str, Tensor], count: int, kind: str) -> None:
     (directory / f"{stem}.{kind}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
 
 
-def older_copy(directory) -> None:
-    """The second shard has an older copy of a tensor that the index puts into the first."""
-    shards(directory, STATE, 2, "safetensors")
-    second = {name: STATE[name] for name in sorted(STATE)[1::2]}
-    whole(directory, second | {min(STATE): OTHER[min(STATE)]}, "model-00002-of-00002.safetensors")
-
-
-OTHER = {name: w + 1 for name, w in STATE.items()}
+OTHER, FIRST = {name: w + 1 for name, w in STATE.items()}, min(STATE)
 DIRECTORIES = {  # what lies in a directory beside the weights that count
     "shards of an older revision": lambda d: (shards(d, OTHER, 3, "safetensors"), shards(d, STATE, 2, "safetensors")),
-    "an older copy in another shard": older_copy,
+    "an older copy in another shard": lambda d: (
+        shards(d, STATE, 2, "safetensors"),
+        whole(d, STATE | {FIRST: OTHER[FIRST]}, "model-00002-of-00002.safetensors"),
+    ),  # fmt: skip
     "an average of the weights": lambda d: (whole(d, OTHER, "model_ema.safetensors"), whole(d, STATE)),
     "a whole file goes before an index": lambda d: (shards(d, OTHER, 2, "safetensors"), whole(d, STATE)),
     "safetensors go before .bin": lambda d: (whole(d, OTHER, "pytorch_model.bin"), shards(d, STATE, 2, "safetensors")),

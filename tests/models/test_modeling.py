@@ -57,16 +57,14 @@ def test_loss_and_every_gradient(ffn, fresh_dynamo):
 def test_save_and_load_bit_equal(ffn, tied, tmp_path):
     model = tiny(ffn, tie_word_embeddings=tied, **({"ffn_q_norm": True} if ffn == "flashmhf" else {})).eval()
     model.save_pretrained(tmp_path)
-    assert (tmp_path / "model.safetensors").exists()
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert isinstance(again, FlashMHFForCausalLM)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(again, FlashMHFForCausalLM) and not again.training
     stored, original = AutoConfig.from_pretrained(tmp_path).to_dict(), model.config.to_dict()
     allowed = {"_name_or_path", "architectures", "dtype", "transformers_version"}
     assert {name for name in original if stored[name] != original[name]} <= allowed
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert torch.equal(model(tokens()).logits, again(tokens()).logits)
-    shared = again.lm_head.weight.data_ptr() == again.model.embed_tokens.weight.data_ptr()
-    assert shared == tied
+    assert (again.lm_head.weight.data_ptr() == again.model.embed_tokens.weight.data_ptr()) == tied
     # a saved configuration names its initialisation, so that another default changes nothing about it
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["ffn_init"] == model.config.ffn_init == ("normal" if ffn == "pkv" else "balanced")
