@@ -322,7 +322,7 @@ def mark_tied_weights_as_initialized(method: Callable, self: PreTrainedModel, re
         network, _, key = name.rpartition(".")
         if key in ("k", "k8") and _name_in(self, network):
             found = f"the checkpoint has {name}, and the configuration no network that takes it"
-            raise ValueError(f"{found}; supported: the configuration that was saved with it")
+            raise ValueError(f"{found}; supported: save_pretrained's record, or 0.1's by flashmhf.models.load")
     method(self, report)
 
 

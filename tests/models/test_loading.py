@@ -136,4 +136,6 @@ def test_a_directory_of_an_older_version(saved, tmp_path):
     networks = configured(directory, "quantization_config", "fusion_config")["quantization_config"]["networks"]
     older = {name: network | {"accumulate_main_grad": False} for name, network in networks.items()}
     configured(directory, flashmhf_networks=older)
+    with pytest.raises(ValueError, match="layers.0.mlp.k, and .*; supported: .*, or 0.1's by flashmhf.models.load"):
+        AutoModelForCausalLM.from_pretrained(directory)
     same(directory, logits["replaced"])
