@@ -281,6 +281,25 @@ def load(path: Path, run: Run, model: Model, optimizer: torch.optim.Optimizer, d
     return Progress(**state["progress"])
 
 
+def train_step(
+    run: Run, model: Model, optimizer: torch.optim.Optimizer, peaks: list[float], batch: Tensor, autocast,
+    progress: Progress,
+) -> None:  # fmt: skip
+    """Take the step ``progress.step``, and record its loss and the norm of its gradient on the device."""
+    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+        group["lr"] = peak * schedule(run, progress.step)
+    for part in batch.split(run.micro_batch):
+        with autocast:
+            loss = model(part.long())
+        share = len(part) / run.batch
+        (loss * share).backward()
+        progress.losses[progress.step] += loss.detach() * share
+    progress.norms[progress.step] = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    progress.step += 1
+
+
 def train(run: Run, tokens: Tokens, device: str, state: Path, deadline: float, compiled: bool) -> dict[str, object]:
     """Train one network, from ``state`` on if there is one; return its losses and speed. Raises TimeUpError past the
     deadline, after saving ``state``.
@@ -301,43 +320,33 @@ def train(run: Run, tokens: Tokens, device: str, state: Path, deadline: float, c
         torch.cuda.reset_peak_memory_stats()
     every = max(1, round(EVALUATED / run.batch_tokens))
     first, saved, timed_from = progress.step, time.monotonic(), None
-    warm = first + min(5, (run.steps - first) // 2)
+    warm = first + min(5, (run.steps - first) // 2)  # steps from here on are timed
 
-    def keep(step: int) -> None:
-        progress.step, progress.wall = step, time.monotonic() - begin
+    def keep() -> None:
+        progress.wall = time.monotonic() - begin
         save(state, run, model, optimizer, progress)
 
-    for step, batch in zip(range(first, run.steps), tokens.batches(run, first), strict=False):
-        if step % CHECKED == 0 and step > first:  # elsewhere the host runs ahead
-            wait()
-            if time.monotonic() > deadline:
-                keep(step)
-                print(f"{run.name}: saved after {step} of {run.steps} steps; {progress.evaluations[-1:]}", flush=True)
-                raise TimeUpError
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * schedule(run, step)
-        for part in batch.split(run.micro_batch):
-            with autocast:
-                loss = model(part.long())
-            share = len(part) / run.batch
-            (loss * share).backward()
-            progress.losses[step] += loss.detach() * share
-        progress.norms[step] = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        done = step + 1
-        evaluated = done % every == 0 and done < run.steps
-        if timed_from and (evaluated or done % CHECKED == 0 or done == run.steps):
-            wait()
+    for _, batch in zip(range(first, run.steps), tokens.batches(run, first), strict=False):
+        train_step(run, model, optimizer, peaks, batch, autocast, progress)
+        done = progress.step
+        ended, evaluated = done == run.steps, done % every == 0 and done < run.steps
+        if not (ended or evaluated or done == warm or done % CHECKED == 0):
+            continue  # the host runs ahead
+        wait()
+        if timed_from:
             progress.timed += done - timed_from[0]
             progress.seconds += time.monotonic() - timed_from[1]
         if evaluated:
             losses = validate(run, model, tokens, autocast, SAMPLE)
             progress.evaluations.append({"tokens": done * run.batch_tokens} | losses)
             if time.monotonic() - saved > SAVED:
-                keep(done)
+                keep()
                 saved = time.monotonic()
-        if done == warm or (timed_from and (evaluated or done % CHECKED == 0)):
+        if done % CHECKED == 0 and not ended and time.monotonic() > deadline:
+            keep()
+            print(f"{run.name}: saved after {done} of {run.steps} steps; {progress.evaluations[-1:]}", flush=True)
+            raise TimeUpError
+        if done >= warm:
             wait()
             timed_from = done, time.monotonic()
     memory = torch.cuda.max_memory_allocated() - tokens.bytes if device == "cuda" else None
