@@ -155,24 +155,20 @@ def test_only_the_given_settings_change_probabilities(trained, monkeypatch):
     """transformers' top_k of 50 and what a model's own files set did, too. The model is not written to, so that several
     threads may call at once."""
     model, tokenizer = trained
-    outputs, own = [], model.generation_config
-    kind, generate = type(model), type(model).generate
-    noted = lambda *args, **kwargs: outputs.append(generate(*args, **kwargs)) or outputs[-1]  # noqa: E731
-    monkeypatch.setattr(kind, "generate", noted)
+    outputs, own, generate = [], model.generation_config, type(model).generate
     for name, value in {"repetition_penalty": 3.0, "min_p": 0.9, "no_repeat_ngram_size": 1}.items():
         monkeypatch.setattr(own, name, value)
     before, attributes = own.to_dict(), dict(vars(model))
 
-    class Look:
-        def put(self, _):
-            assert model.generation_config is own and vars(model).keys() == attributes.keys()
+    def noted(*args, **kwargs):
+        assert model.generation_config is own and vars(model).keys() == attributes.keys()
+        outputs.append(generate(*args, **kwargs))
+        return outputs[-1]
 
-        def end(self):
-            pass
-
+    monkeypatch.setattr(type(model), "generate", noted)
     monkeypatch.setattr(model.lm_head, "forward", lambda x: torch.linspace(1, 2, 300).expand(*x.shape[:-1], 300))
     for temperature in (0.0, 1e30):
-        generation.generate(model, tokenizer, "", temperature=temperature, top_p=1.0, seed=0, streamer=Look())
+        generation.generate(model, tokenizer, "", temperature=temperature, top_p=1.0, seed=0)
     likeliest, uniform = (set(out[0, 1:].tolist()) for out in outputs)
     assert likeliest == {299} and len(uniform) > 60
     assert own.to_dict() == before and all(vars(model)[name] is value for name, value in attributes.items())

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -204,7 +203,6 @@ BAD_STARTS = [
     (["--length", "100000"], "less than one block"),
     (["--data", "empty.txt"], "no text is left to train on"),
     (["--tokenizer", "nosuch.json"], "no tokenizer could be loaded"),
-    (["--data", "broken.txt.gz"], "broken.txt.gz"),
 ]
 
 
@@ -212,8 +210,6 @@ def test_a_failed_start_leaves_the_directory_free(text, tmp_path, monkeypatch, c
     """Every error is one line with status 2, and the corrected command works in the same directory."""
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch()
-    whole = subprocess.run(["gzip", "-c", text], capture_output=True, check=True).stdout
-    Path("broken.txt.gz").write_bytes(whole[:200] + bytes(200) + whole[400:])
     command = ["train", "--output", "run", "--preset", "tiny", "--data", str(text), "--steps", "2", "--device", "cpu"]
     command += ["--vocab-size", "300", "--length", "32", "--batch", "4"]
     for arguments, message in BAD_STARTS:
