@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -141,7 +142,6 @@ def test_bad_input_under_compile(call, spoil, exception, message, fresh_dynamo):
     compiled(good())
 
 
-K = torch.zeros(2, 3, 4, 8)
 NAMES = "'auto', 'hopper', 'triton', 'eager'"
 TANH = "activation is 'tanh'; supported: 'silu', 'gelu', 'relu', 'relu2'"
 
@@ -162,7 +162,7 @@ TANH = "activation is 'tanh'; supported: 'silu', 'gelu', 'relu', 'relu2'"
     *((lambda x, eps=eps: flashmhf.gate(x.q, x.w, eps), ValueError, f"eps is {eps}; {FROM_0}") for eps in NO_EPS),
     *((lambda x, eps=eps: flashmhf.gate(x.q, x.w, eps), TypeError, f"eps must be a float, got {type(eps).__name__}")
       for eps in (None, "1e-6", [0.0], 1j)),
-    (lambda x: flashmhf.info([1.0], K), TypeError, "q must be a torch.Tensor, got list"),
+    (lambda x: flashmhf.info([1.0], x.k), TypeError, "q must be a torch.Tensor, got list"),
     (lambda x: flashmhf.info(x.q, x.k[0]), ValueError, r"k has shape \[3, 32, 64\]; expected four dimensions"),
     (lambda x: flashmhf.info(x.q, x.k.to("meta")), ValueError, "k is on meta but q is on cpu"),
     (lambda x: flashmhf.info(None, x.k), ValueError, "q is None; info takes both q and k, or neither"),
@@ -173,26 +173,23 @@ def test_arguments_of_the_functions(call, exception, message):
         call(SimpleNamespace(**good()))
 
 
-def test_sparse_and_nested_tensors_are_refused_by_name():
-    q, k, r, w = torch.randn(5, 4, 16), torch.randn(2, 3, 16, 16), torch.rand(5, 4, 3), torch.randn(4, 16, 3)
-    packed = flashmhf.quantize.pack_fp8(k, k, k)
-    jagged = torch.nested.nested_tensor([q[:2], q[2:]], layout=torch.jagged)
-    for backend in ("auto", "eager", "reference"):
-        for place, name in enumerate("qkuvr"):
-            operands = [x.to_sparse() if i == place else x for i, x in enumerate((q, k, k, k, r))]
-            with pytest.raises(TypeError, match=f"^{name} has layout torch.sparse_coo; supported: torch.strided"):
-                flashmhf.flash_mhf(*operands, backend=backend)
-        with pytest.raises(TypeError, match="q is a nested tensor; supported: dense tensors"):
-            flashmhf.flash_mhf(jagged, k, k, k, backend=backend)
-    for call, name in (
-        (lambda: flashmhf.gate(q.to_sparse(), w), "q"),
-        (lambda: flashmhf.gate(q, w.to_sparse()), "w"),
-        (lambda: flashmhf.quantize.pack_fp8(k, k.to_sparse(), k), "u"),
-        (lambda: flashmhf.quantize.forward(q.to_sparse(), packed), "q"),
-        (lambda: flashmhf.quantize.forward(q, packed, r.to_sparse()), "r"),
-    ):
-        with pytest.raises(TypeError, match=f"^{name} has layout torch.sparse_coo"):
-            call()
+PACKED = flashmhf.quantize.pack_fp8(*(good()[name] for name in "kuv"))
+
+
+@pytest.mark.parametrize(("call", "names"), [
+    *((partial(flashmhf.flash_mhf, backend=name), "qkuvr") for name in ("auto", "eager", "reference")),
+    (flashmhf.gate, "qw"),
+    (flashmhf.quantize.pack_fp8, "kuv"),
+    (lambda q, r: flashmhf.quantize.forward(q, PACKED, r), "qr"),
+])  # fmt: skip
+def test_sparse_and_nested_tensors_are_refused_by_name(call, names):
+    given = {name: good()[name] for name in names}
+    for name, x in given.items():
+        with pytest.raises(TypeError, match=f"^{name} has layout torch.sparse_coo; supported: torch.strided"):
+            call(*(given | {name: x.to_sparse()}).values())
+        jagged = torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+        with pytest.raises(TypeError, match=f"^{name} is a nested tensor; supported: dense tensors"):
+            call(*(given | {name: jagged}).values())
 
 
 @pytest.mark.parametrize(("name", "edit", "message"), [
