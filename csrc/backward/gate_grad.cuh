@@ -4,8 +4,6 @@
 #include "backward/gate_rows.cuh"
 #include "backward/rows.cuh"
 #include "backward/swiglu_grad.cuh"
-#include "common/ptx.cuh"
-#include "common/real.cuh"
 
 namespace flashmhf {
 

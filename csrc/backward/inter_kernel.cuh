@@ -19,10 +19,7 @@
 
 #include "backward/inter_loader.cuh"
 #include "backward/inter_scores.cuh"
-#include "backward/inter_shared_memory.cuh"
 #include "backward/inter_weight_grads.cuh"
-#include "backward/inter_work.cuh"
-#include "common/trace.cuh"
 
 namespace flashmhf {
 

@@ -3,11 +3,8 @@
 
 #include "backward/inter_shared_memory.cuh"
 #include "backward/inter_work.cuh"
-#include "common/barriers.h"
-#include "common/tma.cuh"
 #include "common/token_tile.cuh"
 #include "common/trace.cuh"
-#include "kittens.cuh"
 
 namespace flashmhf {
 

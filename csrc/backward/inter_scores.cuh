@@ -5,12 +5,7 @@
 #include "backward/inter_work.cuh"
 #include "backward/rows.cuh"
 #include "backward/swiglu_grad.cuh"
-#include "common/barriers.h"
-#include "common/fragments.cuh"
-#include "common/ptx.cuh"
-#include "common/tma.cuh"
 #include "common/trace.cuh"
-#include "kittens.cuh"
 
 namespace flashmhf {
 

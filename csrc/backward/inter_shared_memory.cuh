@@ -14,7 +14,6 @@
 
 #include "backward/policy.h"
 #include "common/barriers.h"
-#include "common/geometry.h"
 #include "kittens.cuh"
 
 namespace flashmhf {

@@ -4,10 +4,7 @@
 #include "backward/inter_shared_memory.cuh"
 #include "backward/inter_work.cuh"
 #include "backward/rows.cuh"
-#include "common/barriers.h"
-#include "common/ptx.cuh"
 #include "common/trace.cuh"
-#include "kittens.cuh"
 
 namespace flashmhf {
 

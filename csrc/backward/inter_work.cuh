@@ -2,10 +2,7 @@
 #pragma once
 
 #include "backward/params.h"
-#include "backward/plan.h"
-#include "common/ptx.cuh"
 #include "common/tma.cuh"
-#include "kittens.cuh"
 
 namespace flashmhf {
 

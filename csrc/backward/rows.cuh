@@ -5,7 +5,6 @@
 #include "backward/policy.h"
 #include "common/fragments.cuh"
 #include "common/ptx.cuh"
-#include "kittens.cuh"
 
 namespace flashmhf {
 

@@ -5,7 +5,6 @@
 
 #include "common/activation.cuh"
 #include "common/fragments.cuh"
-#include "common/ptx.cuh"
 
 namespace flashmhf {
 

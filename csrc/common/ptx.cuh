@@ -83,6 +83,17 @@ __device__ __forceinline__ void wait_copied_words() { asm volatile("cp.async.wai
 // Prefetches the line that holds x to the L2. A hint: right even before griddepcontrol.wait.
 __device__ __forceinline__ void prefetch_line(const void *x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x) : "memory"); }
 
+// An element of a tensor that is fp32 or of the element type T, whichever a launch says.
+// Through the read-only cache: nothing writes the tensor while the kernel runs.
+template <typename T> __device__ __forceinline__ float load_real(const void *x, int64_t at, bool is_float) {
+    return is_float ? __ldg(static_cast<const float *>(x) + at)
+                    : kittens::base_types::convertor<float, T>::convert(__ldg(static_cast<const T *>(x) + at));
+}
+template <typename T> __device__ __forceinline__ void store_real(void *x, int64_t at, bool is_float, float value) {
+    if (is_float) static_cast<float *>(x)[at] = value;
+    else static_cast<T *>(x)[at] = kittens::base_types::convertor<T, float>::convert(value);
+}
+
 // A flag of 32 or 64 bits in global memory: what came before the store, here and in threads that this one has synchronised with, is there
 // after the load.
 template <typename Flag> __device__ __forceinline__ void store_release(Flag *flag, Flag x) {

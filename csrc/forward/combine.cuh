@@ -2,7 +2,6 @@
 // (f16/add_parts.cuh). One block: 8 columns of one row tile.
 #pragma once
 
-#include "common/ptx.cuh"
 #include "forward/epilogue.cuh"
 
 namespace flashmhf {

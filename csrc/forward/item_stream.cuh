@@ -1,8 +1,6 @@
 // A consumer warpgroup's position in the ring of weights and in its items, whatever the weights' format.
 #pragma once
 
-#include "common/barriers.h"
-#include "common/tma.cuh"
 #include "forward/barriers.h"
 #include "forward/items.cuh"
 

@@ -3,13 +3,10 @@
 
 #include <type_traits>
 
-#include "common/geometry.h"
-#include "common/ptx.cuh"
 #include "common/tma.cuh"
 #include "common/token_tile.cuh"
 #include "common/trace.cuh"
 #include "forward/params.h"
-#include "forward/schedule.cuh"
 
 namespace flashmhf {
 

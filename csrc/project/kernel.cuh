@@ -9,10 +9,8 @@
 
 #include "common/barriers.h"
 #include "common/fragments.cuh"
-#include "common/ptx.cuh"
 #include "common/tma.cuh"
 #include "common/trace.cuh"
-#include "project/plan.h"
 #include "project/policy.h"
 
 namespace flashmhf {

@@ -1,10 +1,8 @@
 // The consumer warpgroups of the FP8 forward kernel: 64 token rows each, products and elementwise part of one chunk after the other.
 #pragma once
 
+#include "forward/e4m3/arithmetic.cuh"
 #include "forward/e4m3/gate.cuh"
-#include "forward/e4m3/slice_sums.cuh"
-#include "forward/e4m3/swiglu_tile.cuh"
-#include "forward/epilogue.cuh"
 #include "forward/item_stream.cuh"
 #include "forward/slice_exchange.cuh"
 

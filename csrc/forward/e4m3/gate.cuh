@@ -4,10 +4,7 @@
 #pragma once
 
 #include "common/fp8.cuh"
-#include "common/fragments.cuh"
-#include "common/real.cuh"
 #include "forward/e4m3/shared_memory.cuh"
-#include "forward/params.h"
 #include "forward/router.cuh"
 
 namespace flashmhf {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "forward/e4m3/shared_memory.cuh"
-#include "forward/params.h"
 #include "forward/producer.cuh"
 
 namespace flashmhf {

@@ -1,9 +1,6 @@
 // The consumer warpgroups of the forward kernel in 16 bits: 64 token rows each, products and elementwise part of one tile after the other.
 #pragma once
 
-#include <cstddef>
-
-#include "forward/epilogue.cuh"
 #include "forward/f16/add_parts.cuh"
 #include "forward/f16/gate.cuh"
 #include "forward/f16/swiglu_tile.cuh"

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 
-#include "forward/f16/add_parts.cuh"
 #include "forward/f16/consumer.cuh"
 #include "forward/f16/producer.cuh"
 

@@ -3,9 +3,6 @@
 // computed by the consumer warp for its own rows, without a barrier.
 #pragma once
 
-#include "common/fragments.cuh"
-#include "common/ptx.cuh"
-#include "common/tma.cuh"
 #include "forward/f16/shared_memory.cuh"
 #include "forward/router.cuh"
 

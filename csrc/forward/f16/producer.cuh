@@ -2,10 +2,7 @@
 // first sub-networks of an item, and stores the outputs.
 #pragma once
 
-#include "common/ptx.cuh"
-#include "common/tma.cuh"
 #include "forward/f16/gate.cuh"
-#include "forward/f16/shared_memory.cuh"
 #include "forward/producer.cuh"
 
 namespace flashmhf {

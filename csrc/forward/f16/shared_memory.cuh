@@ -4,7 +4,6 @@
 #include "forward/barriers.h"
 #include "forward/f16/policy.h"
 #include "forward/items.cuh"
-#include "kittens.cuh"
 
 namespace flashmhf {
 
