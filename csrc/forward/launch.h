@@ -6,9 +6,15 @@
 
 #include "forward/params.h"
 #include "forward/plan.h"
-#include "forward/problem.h"
 
 namespace flashmhf {
+
+// A call. In e4m3 v is [weight heads, E, d_h, d_e], and k, u and v have the order of columns of flashmhf/quantize/packing.py.
+struct ForwardProblem : Operands {
+    WeightFormat format;
+    const float *scales;  // in e4m3: [3, weight heads, E], contiguous
+    void *out;            // [T, H, d_h], dense
+};
 
 struct ForwardLaunch {
     WeightFormat format;

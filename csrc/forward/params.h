@@ -8,6 +8,9 @@
 
 namespace flashmhf {
 
+// K, U and V in the type of Q, or in e4m3.
+enum class WeightFormat { same, e4m3 };
+
 // Slices: the pieces in which the CTAs of a cluster exchange the sums of an item.
 struct Slices {
     int sum_threads;           // of a warpgroup, whole warps, that may have sums to send

@@ -15,34 +15,22 @@
 namespace flashmhf {
 namespace {
 
-template <int d_h> constexpr ForwardFootprint footprint() {
-    using P = ForwardPolicy<d_h>;
+template <typename P> constexpr ForwardFootprint footprint() {
     return {.shared_memory = P::shared_memory,
             .shared_extra = P::router_bytes,
             .piece_columns = P::piece_columns,
             .gate_tile = P::gate_tile_bytes,
             .gate_tiles = P::gate_buffers * P::consumers,
             .consumers = P::consumers,
-            .fewest_consumers = P::consumers,
+            .fewest_consumers = P::fewest_consumers,
             .may_slice = P::may_slice,
             .may_add_parts = P::may_add_parts};
 }
-template <int d_h, bool few_rows> constexpr ForwardFootprint fp8_footprint() {
-    using P = ForwardFp8Policy<d_h, few_rows>;
-    return {.shared_memory = P::shared_memory,
-            .shared_extra = P::router_bytes,
-            .piece_columns = P::piece_columns,
-            .gate_tile = 0,
-            .gate_tiles = 0,
-            .consumers = P::consumers,
-            .fewest_consumers = 1,
-            .may_slice = true,
-            .may_add_parts = false};
-}
 ForwardFootprint footprint_of(WeightFormat format, int head_dim, bool few_rows) {
-    if (format == WeightFormat::same) return ForwardHeadDims::dispatch(head_dim, []<int d_h>() { return footprint<d_h>(); });
-    return ForwardFp8HeadDims::dispatch(head_dim,
-                                        [&]<int d_h>() { return few_rows ? fp8_footprint<d_h, true>() : fp8_footprint<d_h, false>(); });
+    if (format == WeightFormat::same) return ForwardHeadDims::dispatch(head_dim, []<int d_h>() { return footprint<ForwardPolicy<d_h>>(); });
+    return ForwardFp8HeadDims::dispatch(head_dim, [&]<int d_h>() {
+        return few_rows ? footprint<ForwardFp8Policy<d_h, true>>() : footprint<ForwardFp8Policy<d_h, false>>();
+    });
 }
 
 int checked(int64_t x, const char *what) {
@@ -136,11 +124,20 @@ int64_t row_tiles_of_head(const Shape &shape, int bundle) {
     return shape.batch * ceil_div(shape.length, tile_rows / bundle) * (shape.group / bundle);
 }
 
-// The candidates of CTAs of up to `consumers` row tiles.
-void add_candidates(std::vector<Candidate> &all, const Shape &shape, const Device &device, const ForwardFootprint &footprint, int bundle,
-                    int consumers, const ForwardCostModel &cost, const ForwardChoice &choice) {
-    const int heads = shape.weight_heads(), inter_tiles = inter_tiles_of(shape), head_dim = shape.head_dim;
+// A call, and what is known of kernel and device.
+struct Call {
+    const Shape &shape;
+    const Device &device;
+    const ForwardCostModel &cost;
+    const ForwardChoice &choice;
+    const ForwardFootprint footprint;
+    const int bundle, heads = shape.weight_heads(), inter_tiles = inter_tiles_of(shape);
     const int64_t tiles = row_tiles_of_head(shape, bundle);
+};
+
+// The candidates of CTAs of up to `consumers` row tiles.
+void add_candidates(std::vector<Candidate> &all, const Call &call, int consumers) {
+    const auto &[shape, device, cost, choice, footprint, bundle, heads, inter_tiles, tiles] = call;
     const int64_t single = ceil_div(tiles, consumers), paired = 2 * ceil_div(tiles, 2 * consumers);  // CTAs of a head
     const int64_t stream = stream_tiles(heads, inter_tiles, device, cost.stream_fifths);
     const int taken = static_cast<int>(std::min<int64_t>(consumers, tiles));
@@ -148,19 +145,16 @@ void add_candidates(std::vector<Candidate> &all, const Shape &shape, const Devic
     const double tile = cost.row_tiles[taken - 1];
     const size_t before = all.size();
 
-    // Clusters that divide the inter range of one item each.
+    // Clusters that divide the inter range of one item each. Threshold: two slices are slower than pairs that halve the traffic from the
+    // L2, where all row tiles of these have rows; not so at d_h = 64, where adding parts is long beside a tile.
+    const bool pairs_win = may_add_parts && shape.head_dim > 64 && pairs && tiles % (2 * consumers) == 0 && choice.slices != 2;
     auto slices = [&](int count, int clusters) {
         if (!footprint.may_slice || single * heads > clusters || inter_tiles < count * cost.shortest_part) return;
         all.push_back({bundle, taken, 1, static_cast<int>(single), slice_schedule(static_cast<int>(single) * heads, count, inter_tiles),
                        stream, ceil_div(inter_tiles, count) * tile, taken * cost.exchange, 0});
     };
     if (bundle > 1) slices(large_slices, device.large_clusters);
-    for (int count = max_slices; count > 1; --count) {
-        // Threshold: two slices are slower than pairs that halve the traffic from the L2, where all row tiles of these have rows; not so at
-        // d_h = 64, where adding parts is long beside a tile.
-        if (count == 2 && may_add_parts && head_dim > 64 && pairs && tiles % (2 * consumers) == 0 && choice.slices != 2) continue;
-        slices(count, device.clusters[count - 1]);
-    }
+    for (int count = max_slices; count > (pairs_win ? 2 : 1); --count) slices(count, device.clusters[count - 1]);
     // Threshold: a bundle's few rows take half the time of a full tile, so adding parts costs more than it saves.
     if (bundle > 1 && all.size() > before && choice.slices != 1) return;
 
@@ -172,29 +166,26 @@ void add_candidates(std::vector<Candidate> &all, const Shape &shape, const Devic
     if (clusters == 0) return;
     const int blocks = static_cast<int>(ceil_div(tiles, consumers * row_ctas));
     const int abreast = plan_abreast(heads, blocks, inter_tiles, clusters, device, cost, choice.abreast);
-    const ForwardSchedule s = plan_schedule(blocks * heads, abreast, inter_tiles, clusters, head_dim, may_add_parts, cost);
+    const ForwardSchedule s = plan_schedule(blocks * heads, abreast, inter_tiles, clusters, shape.head_dim, may_add_parts, cost);
     const bool split = s.splits > s.rest;
     const int64_t rest = s.rest == 0 ? 0 : split ? span_tiles(s.rest, inter_tiles, s.splits) : inter_tiles;
     // Without whole waves the spans are counted as dealt to all SMs: how pairs and blocks side by side round them is not what decides
     // against slices.
     const int64_t products = split && s.waves == 0 ? span_tiles(single * heads, inter_tiles, device.sms()) : s.waves * inter_tiles + rest;
-    const double adding = split ? cost.adding_tiles(head_dim, s.waves > 0 ? 0 : shape.subnets) : 0;
+    const double adding = split ? cost.adding_tiles(shape.head_dim, s.waves > 0 ? 0 : shape.subnets) : 0;
     all.push_back({bundle, taken, row_ctas, blocks, s, stream, products * tile, 0, adding});
 }
 
 // Those that the limits and thresholds leave, in the order in which ties are decided.
-std::vector<Candidate> forward_candidates(const Shape &shape, const Device &device, const ForwardFootprint &footprint, bool may_bundle,
-                                          const ForwardCostModel &cost, const ForwardChoice &choice) {
+std::vector<Candidate> forward_candidates(const Call &call) {
     std::vector<Candidate> all;
-    const int bundle = plan_bundle(shape, may_bundle);
-    const int64_t tiles = row_tiles_of_head(shape, bundle);
-    if (tiles == 0) return all;
+    if (call.tiles == 0) return all;
+    const ForwardChoice &choice = call.choice;
     // CTAs of one bundle keep W of its heads.
-    int consumers = bundle > 1 && footprint.may_slice ? 1 : footprint.consumers;
-    const int fewest = choice.consumers ? choice.consumers : footprint.fewest_consumers;
-    add_candidates(all, shape, device, footprint, bundle, consumers, cost, choice);
-    while (--consumers >= fewest)
-        if (consumers < tiles) add_candidates(all, shape, device, footprint, bundle, consumers, cost, choice);
+    const int most = call.bundle > 1 && call.footprint.may_slice ? 1 : call.footprint.consumers;
+    const int fewest = choice.consumers ? choice.consumers : call.footprint.fewest_consumers;
+    for (int consumers = most; consumers == most || consumers >= fewest; --consumers)
+        if (consumers == most || consumers < call.tiles) add_candidates(all, call, consumers);
     auto is_other = [](int forced, int has) { return forced && (forced > 1) != (has > 1); };
     std::erase_if(all, [&](const Candidate &c) {
         return (choice.slices && c.schedule.slices != choice.slices) || (choice.row_ctas && c.row_ctas != choice.row_ctas) ||
@@ -226,24 +217,23 @@ std::string list(const std::vector<Candidate> &all, int head_dim, const ForwardC
 
 ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost,
                          const ForwardChoice &choice) {
-    ForwardFootprint footprint = footprint_of(format, shape.head_dim, false);
+    const Call call{shape, device, cost, choice, footprint_of(format, shape.head_dim, false), plan_bundle(shape, may_bundle)};
     ForwardPlan plan{};
-    plan.bundle = plan_bundle(shape, may_bundle);
+    plan.bundle = call.bundle;
     plan.tile_shift = std::countr_zero(static_cast<unsigned>(tile_rows / plan.bundle));
     plan.bundles = shape.group / plan.bundle;
     plan.row_tiles = checked(ceil_div(shape.length, tile_rows / plan.bundle), "the sequence length");
     plan.length = shape.length;
     plan.subnets = shape.subnets;
     plan.subnet_tiles = checked(ceil_div(shape.subnet_dim, tile_inter), "d_e");
-    inter_tiles_of(shape);
-    checked((row_tiles_of_head(shape, plan.bundle) + 2 * footprint.consumers) * shape.weight_heads(), "tokens * heads");
+    checked((call.tiles + 2 * call.footprint.consumers) * call.heads, "tokens * heads");
     checked(int64_t{shape.heads} * shape.subnets, "H * E");
     checked(int64_t{shape.heads} * shape.head_dim, "H * d_h");
 
     plan.batch = static_cast<int>(shape.batch);
     plan.head_tiles = plan.batch * plan.row_tiles;
 
-    const std::vector<Candidate> all = forward_candidates(shape, device, footprint, may_bundle, cost, choice);
+    const std::vector<Candidate> all = forward_candidates(call);
     if (all.empty()) return plan;
     if (logs_plans()) log_plan("forward", shape, list(all, shape.head_dim, cost));
     const Candidate &taken = all[best_of(all)];
@@ -252,7 +242,7 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat 
     plan.row_ctas = taken.row_ctas;
     plan.blocks = taken.blocks;
     plan.cluster_size = taken.row_ctas * s.slices;
-    if (divides_few_rows(plan)) footprint = footprint_of(format, shape.head_dim, true);
+    const ForwardFootprint footprint = divides_few_rows(plan) ? footprint_of(format, shape.head_dim, true) : call.footprint;
     plan.shared_memory = footprint.shared_memory - footprint.shared_extra;
     plan.shared_extra = footprint.shared_extra;
     plan.spare_gate = (footprint.gate_tiles - plan.consumers) * footprint.gate_tile;
@@ -273,7 +263,8 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat 
 
 std::string list_candidates(const Shape &shape, const Device &device, WeightFormat format, bool may_bundle, const ForwardCostModel &cost) {
     plan_forward(shape, device, format, may_bundle, cost);  // for its checks
-    const auto all = forward_candidates(shape, device, footprint_of(format, shape.head_dim, false), may_bundle, cost, {});
+    const auto all =
+        forward_candidates({shape, device, cost, {}, footprint_of(format, shape.head_dim, false), plan_bundle(shape, may_bundle)});
     return all.empty() ? "" : list(all, shape.head_dim, cost);
 }
 

@@ -9,7 +9,6 @@
 #include "common/problem.h"
 #include "forward/cost_model.h"
 #include "forward/params.h"
-#include "forward/problem.h"
 
 namespace flashmhf {
 
@@ -33,7 +32,7 @@ struct ForwardFootprint {
     int piece_columns;          // of a piece of the sums that slices send each other
     int gate_tile, gate_tiles;  // bytes of a tile of the gate, and such tiles
     int consumers;              // row tiles of a CTA, at most
-    int fewest_consumers;       // where there are more row tiles. In 16 bits fewer than two are slower
+    int fewest_consumers;       // where there are more row tiles
     bool may_slice;             // CTAs of a cluster may divide an item's inter range
     bool may_add_parts;         // clusters may add parts themselves
 };

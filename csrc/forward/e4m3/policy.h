@@ -21,7 +21,9 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
     // Three row tiles keep the tensor cores busy through the elementwise part of one of them, and four the special functions at d_h = 64;
     // at d_h = 256 the registers hold two.
     static constexpr int consumers = few_rows || d_h == 256 ? 2 : d_h == 64 ? 4 : 3;
-    static constexpr int threads = 128 * (consumers + 1);  // a warpgroup for each row tile, and the producer's
+    static constexpr int fewest_consumers = 1;
+    static constexpr bool may_slice = true, may_add_parts = false;  // as in ForwardFootprint
+    static constexpr int threads = 128 * (consumers + 1);           // a warpgroup for each row tile, and the producer's
 
     // A slot of the ring holds K, U and V of a tile. [K;U] comes in chunks of inter rows. With 32 a chunk's product takes 16 registers;
     // with 64 there are half as many waits for the tensor cores, which one warpgroup alone does not cover.
@@ -54,6 +56,7 @@ template <int d_h, bool few_rows = false> struct ForwardFp8Policy {
 
     // The gate of a chunk of sub-networks for the rows of a warpgroup, in rows of 28: eight neighbouring rows do not meet a bank twice.
     static constexpr int gate_chunk = 28, gate_bytes = tile_rows * (gate_chunk + 1) * 4;
+    static constexpr int gate_tile_bytes = 0, gate_buffers = 0;  // of gate tiles that may cache W: none
     static_assert(gate_chunk < 32, "a lane has a column of the chunk, and the lane behind them the scale of K");
     // W of a head, where a router computes the gate.
     static constexpr int router_bytes = d_h <= 128 ? 12 * 1024 : 0;

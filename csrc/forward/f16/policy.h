@@ -22,7 +22,8 @@ template <int d_h> struct ForwardPolicy {
     static constexpr int swizzle_bytes = swizzle_bytes_of(d_h);
     static constexpr int panel_cols = swizzle_bytes / element_bytes;  // columns of one TMA box
 
-    static constexpr int consumers = 2;  // warpgroups of a CTA, a row tile each; a launch of one row tile starts one only
+    static constexpr int consumers = 2;                 // warpgroups of a CTA, a row tile each; a launch of one row tile starts one only
+    static constexpr int fewest_consumers = consumers;  // where there are more row tiles: CTAs of one are slower
     static_assert(consumers <= 2, "the named barriers count two consumers, and the last warp of the producer signals parts");
     static constexpr int threads = 128 * (consumers + 1);
 
