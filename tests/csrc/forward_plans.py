@@ -40,21 +40,18 @@ LENGTHS += [512, 576, 640, 768, 896, 1024, 1025, 1536, 2048, 3072, 4096, 8192]
 
 def calls() -> list[tuple]:
     """The calls of CALL: every network and length on the first device, the rest drawn from fixed seeds."""
-    listed = [
-        (kind, "132", 1, length, *network, 1) for kind in ("f16", "fp8") for network in NETWORKS for length in LENGTHS
-    ]
+    sizes = [(length, *network, 1) for network in NETWORKS for length in LENGTHS]
+    listed = [(kind, "132", 1, *size) for kind in ("f16", "fp8") for size in sizes]
     listed += [("f16", "132", 1, length, 16, 128, 22, 384, group) for group in (2, 4, 8) for length in LENGTHS]
     draw = random.Random(45)
+    choice, between = draw.choice, draw.randint
     while len(listed) < 2000:
-        group = draw.choice((1, 1, 1, 2, 4, 6))
-        length = draw.choice((draw.randint(1, 300), draw.randint(1, 2500), draw.randint(1, 20000)))
-        network = draw.choice(
-            (
-                draw.choice(NETWORKS),
-                (draw.randint(1, 24), draw.choice((64, 96, 128, 256)), draw.randint(1, 30), draw.randint(1, 64) * 16),
-            )
-        )
-        kind, device, batch = draw.choice(("f16", "fp8")), draw.choice(tuple(DEVICES)), draw.choice((1, 1, 2, 5))
+        group = choice((1, 1, 1, 2, 4, 6))
+        length = choice((between(1, 300), between(1, 2500), between(1, 20000)))
+        known = choice(NETWORKS)
+        drawn = (between(1, 24), choice((64, 96, 128, 256)), between(1, 30), between(1, 64) * 16)
+        network = choice((known, drawn))
+        kind, device, batch = choice(("f16", "fp8")), choice(tuple(DEVICES)), choice((1, 1, 2, 5))
         listed.append((kind, device, batch, length, network[0] * group, *network[1:], group))
     return listed
 
@@ -77,14 +74,9 @@ def read() -> list[tuple[str, ...]]:
         return [tuple(row) for row in csv.reader(file)][1:]
 
 
-def write(plan) -> None:
-    """Write the file from the planner."""
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows([CALL + PLAN, *rows(plan)])
-    FILE.write_bytes(gzip.compress(text.getvalue().encode(), 9, mtime=0))
-
-
 if __name__ == "__main__":
     from flashmhf import _plan
 
-    write(_plan)
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows([CALL + PLAN, *rows(_plan)])
+    FILE.write_bytes(gzip.compress(text.getvalue().encode(), 9, mtime=0))

@@ -45,12 +45,9 @@ def check_adders(p) -> None:
         if item >= whole and end - begin < p["inter_tiles"]:
             parts[item].append((cluster, part))
     for order in seen.values():
-        assert order == sorted(order, reverse=not p["flags"]), (
-            "spans first where parts are added behind them, else last"
-        )
-    assert (
-        max(collections.Counter(cluster for pieces in parts.values() for cluster, _ in pieces).values(), default=0) <= 2
-    )
+        assert order == sorted(order, reverse=not p["flags"]), "spans first where parts are added behind them"
+    held = collections.Counter(cluster for pieces in parts.values() for cluster, _ in pieces)
+    assert max(held.values(), default=0) <= 2
     if not p["flags"]:
         assert set(p["adds"]) <= {-1}
         return
@@ -125,22 +122,16 @@ def test_every_tile_once_and_balanced(shape, device):
     # cluster with parts of two is spared
     loss = (1792 if p["waves"] else 512) // head_dim + 1
     stream = heads * p["inter_tiles"] * 9 // 5 // device[0]  # fewer CTAs suffice where memory is the bound
-    assert (
-        max(load.values())
-        <= max(-(-p["blocks"] * heads * p["inter_tiles"] // device[p["row_ctas"] - 1]), stream) + loss
-    )
+    even = -(-p["blocks"] * heads * p["inter_tiles"] // device[p["row_ctas"] - 1])
+    assert max(load.values()) <= max(even, stream) + loss
+
+
+SIZES = (range(1, 5), range(2001), range(1, 21), (64, 96, 128, 256), range(1, 9), range(1, 301))
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    shape=st.tuples(
-        st.integers(1, 4),
-        st.integers(0, 2000),
-        st.integers(1, 20),
-        st.sampled_from([64, 96, 128, 256]),
-        st.integers(1, 8),
-        st.integers(1, 300),
-    ),
+    shape=st.tuples(*(st.sampled_from(sizes) for sizes in SIZES)),
     device=st.sampled_from(DEVICES),
     planner=st.sampled_from([f16, fp8]),
     group=st.sampled_from([1, 2, 4, 6]),
@@ -187,9 +178,7 @@ def test_projections_cover_every_token_and_feature(features):
         assert (p["warpgroups"], p["max_tokens"], p["cluster"]) in quads | pairs
         assert p["block_tokens"] % 8 == 0 and p["block_tokens"] <= p["max_tokens"]
         assert p["blocks"] * p["block_tokens"] >= tokens > (p["blocks"] - 1) * p["block_tokens"]
-        assert p["blocks"] * p["block_tokens"] < tokens + 8 * p["blocks"], (
-            "no more rows without a token than alignment takes"
-        )
+        assert p["blocks"] * p["block_tokens"] < tokens + 8 * p["blocks"], "only alignment takes rows without a token"
         assert p["box_tokens"] == (tokens if p["blocks"] == 1 else p["block_tokens"])
         assert features % (64 * p["warpgroups"]) == 0
 

@@ -55,11 +55,9 @@ def function_at(source: list[str], line: int) -> str | None:
 
 
 def functions_of(name: str, line: int) -> set[str]:
-    """The functions that `name:line` may mean: several, where `name` has no folder and more than one file is called
-    so."""
-    files = [path for path in sources() if path.match(name.lstrip("/"))] or [
-        path for path in sources() if path.name == Path(name).name
-    ]
+    """The functions that `name:line` may mean: several, where files of a `name` without a folder are."""
+    of_path = [path for path in sources() if path.match(name.lstrip("/"))]
+    files = of_path or [path for path in sources() if path.name == Path(name).name]
     return {function for path in files if (function := function_at(path.read_text().splitlines(), line))}
 
 
@@ -91,9 +89,8 @@ def test_reports_are_read():
     other = access("Read", "inter_weight_grads.cuh", "add_product(dv,")
     form = "========= Error: Race reported between {}\n=========     and {} [128 hazards]\n=========\n"
     assert unknown_races(form.format(write, read)) == []
-    assert unknown_races(form.format(write, other) + form.format(write, read)) == [
-        "load_gates and accumulate_weight_grads"
-    ]
+    unknown = unknown_races(form.format(write, other) + form.format(write, read))
+    assert unknown == ["load_gates and accumulate_weight_grads"]
     without_line = write[: write.index(" in ")]
     assert unknown_races(form.format(read, without_line)) == []
     assert unknown_races(form.format(other, without_line)) == ["accumulate_weight_grads and an access without a line"]

@@ -1,7 +1,6 @@
 """thunderkittens/: every tile operation that the kernels use, against the host."""
 
 import os
-import shutil
 import subprocess
 
 import pytest
@@ -10,27 +9,12 @@ from processes import ROOT
 
 
 @pytest.fixture(scope="module")
-def binary(tmp_path_factory):
-    """FLASHMHF_KITTENS_TESTS, the CMake target build/kittens_tests, or a fresh build with nvcc."""
+def binary():
+    """FLASHMHF_KITTENS_TESTS, or the CMake target build/kittens_tests."""
     for candidate in (os.environ.get("FLASHMHF_KITTENS_TESTS"), ROOT / "build" / "kittens_tests"):
         if candidate and os.access(candidate, os.X_OK):
             return candidate
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no kittens_tests binary and no nvcc")
-    out = tmp_path_factory.mktemp("kittens") / "kittens_tests"
-    subprocess.run(
-        [nvcc, "-std=c++20", "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-cudart", "static"]
-        + [
-            f"-I{ROOT}/thunderkittens/include",
-            f"-I{ROOT}/csrc",
-            "-o",
-            out,
-            ROOT / "thunderkittens/tests/unit_tests.cu",
-        ],
-        check=True,
-    )
-    return out
+    pytest.skip("no kittens_tests (cmake --build build --target kittens_tests)")
 
 
 @pytest.mark.gpu
