@@ -11,13 +11,11 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-// Each block needs the ones before it.
+// Each needs the ones before it.
 #include "types/base.cuh"
 
-#include "types/register.cuh"
-#include "types/shared.cuh"
+#include "types/tiles.cuh"
 
 #include "ops/thread.cuh"
-#include "ops/wgmma.cuh"
 
 #include "ops/group.cuh"
