@@ -19,16 +19,6 @@ void linear(const Tensor &out, const Tensor &x, const Tensor &w, const std::opti
                                 : aoti_torch_cuda_mm_out(out.get(), x.get(), transposed.get()));
 }
 
-// What the kernels read as it is: contiguous, aligned, on x's device, of this type.
-bool reads(const Tensor &x, const Tensor &operand, std::initializer_list<int64_t> sizes, ScalarType type) {
-    return operand.scalar_type() == type && operand.is_cuda() && operand.get_device_index() == x.get_device_index() &&
-           has_shape(operand, sizes) && operand.is_contiguous() && aligned(operand.data_ptr());
-}
-// The same in x's type or in fp32.
-bool reads_either(const Tensor &x, const Tensor &operand, std::initializer_list<int64_t> sizes) {
-    return reads(x, operand, sizes, x.scalar_type()) || reads(x, operand, sizes, ScalarType::Float);
-}
-
 Tensor some_rows(const Tensor &x, int64_t first, int64_t count) {
     if (count == x.size(0)) return x;
     return strided_view(x, std::array{count, x.size(1)}, std::array{x.stride(0), x.stride(1)}, first * x.stride(0));
@@ -67,25 +57,30 @@ struct Frame {
 
     int64_t heads() const { return w.size(0); }
     int64_t head_dim() const { return w.size(1); }
+    int64_t subnets() const { return w.size(2); }
     int64_t inner() const { return heads() * head_dim(); }
+
+    // What the kernels read as it is: contiguous, aligned, on x's device, of this type or, where that will do, fp32.
+    bool reads(const Tensor &operand, std::initializer_list<int64_t> sizes, ScalarType type, bool or_float = false) const {
+        return (operand.scalar_type() == type || (or_float && operand.scalar_type() == ScalarType::Float)) && operand.is_cuda() &&
+               operand.get_device_index() == x.get_device_index() && has_shape(operand, sizes) && operand.is_contiguous() &&
+               aligned(operand.data_ptr());
+    }
+    bool reads(const Projection &p, int64_t features, int64_t depth) const {
+        return reads(p.w, {features, depth}, x.scalar_type()) && (!p.bias || reads(*p.bias, {features}, x.scalar_type()));
+    }
+    // All of it, for a k of this shape. HeadDims: of the forward that the layer takes.
+    template <typename HeadDims> bool is_readable(const Tensor &k) const {
+        if (!x.is_cuda() || x.dim() < 1 || k.dim() != 4 || w.dim() != 3 || out.w.dim() != 2) return false;
+        const ScalarType type = x.scalar_type();
+        const int64_t d_model = x.size(x.dim() - 1), weight_heads = k.size(0), subnet_dim = k.size(2);
+        return (type == ScalarType::BFloat16 || type == ScalarType::Half) && d_model > 0 && HeadDims::contains(head_dim()) &&
+               subnet_dim >= 16 && subnet_dim % 16 == 0 && weight_heads > 0 && heads() % weight_heads == 0 &&
+               reads(w, {heads(), head_dim(), k.size(1)}, type, true) && reads(in, inner(), d_model) &&
+               reads(out, out.w.size(0), inner()) &&
+               (!norm || (QNormHeadDims::contains(head_dim()) && reads(*norm, {heads(), head_dim()}, type, true)));
+    }
 };
-
-bool takes_shapes(const Tensor &x, const Tensor &k, const Tensor &w, const Tensor &out_w) {
-    if (!x.is_cuda() || x.dim() < 1 || x.size(x.dim() - 1) == 0 || k.dim() != 4 || w.dim() != 3 || out_w.dim() != 2) return false;
-    return x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half;
-}
-
-bool reads(const Tensor &x, const Projection &p, int64_t features, int64_t depth) {
-    return reads(x, p.w, {features, depth}, x.scalar_type()) && (!p.bias || reads(x, *p.bias, {features}, x.scalar_type()));
-}
-
-// HeadDims: of the forward that the layer takes.
-template <typename HeadDims> bool reads(const Frame &f, int64_t weight_heads, int64_t subnets, int64_t subnet_dim) {
-    return HeadDims::contains(f.head_dim()) && subnet_dim >= 16 && subnet_dim % 16 == 0 && weight_heads > 0 &&
-           f.heads() % weight_heads == 0 && reads_either(f.x, f.w, {f.heads(), f.head_dim(), subnets}) &&
-           reads(f.x, f.in, f.inner(), f.x.size(f.x.dim() - 1)) && reads(f.x, f.out, f.out.w.size(0), f.inner()) &&
-           (!f.norm || (QNormHeadDims::contains(f.head_dim()) && reads_either(f.x, *f.norm, {f.heads(), f.head_dim()})));
-}
 
 // Whether the projection kernel takes so many tokens, and is the faster one.
 bool takes_few(int64_t tokens, const Projection &p, const Device &device) {
@@ -98,9 +93,8 @@ constexpr int64_t chunk_tokens = 16384;
 // mix: Q [T, H, d_h] -> S. More than chunk_tokens tokens run in equal chunks of at most so many, so that the peak memory beyond x is the
 // result and S of one chunk.
 template <typename Mix> Tensor run(const Frame &f, const char *name, int64_t subnet_dim, Mix mix) {
-    const DeviceScope scope(
-        f.x.get_device_index(), name,
-        {f.x.numel() / std::max<int64_t>(f.x.size(f.x.dim() - 1), 1), f.heads(), f.head_dim(), f.w.size(2), subnet_dim});
+    const DeviceScope scope(f.x.get_device_index(), name,
+                            {f.x.numel() / f.x.size(f.x.dim() - 1), f.heads(), f.head_dim(), f.subnets(), subnet_dim});
     const int64_t features = f.out.w.size(0);
     std::vector<int64_t> sizes(f.x.sizes().begin(), f.x.sizes().end());
     sizes.back() = features;
@@ -138,12 +132,10 @@ template <typename Mix> Tensor run(const Frame &f, const char *name, int64_t sub
 std::optional<Tensor> layer(const Tensor &x, const Tensor &in_w, const std::optional<Tensor> &in_bias, const std::optional<Tensor> &q_norm,
                             double q_norm_eps, const Tensor &k, const Tensor &u, const Tensor &v, const Tensor &w, double eps,
                             const Tensor &out_w, const std::optional<Tensor> &out_bias) {
-    if (!takes_shapes(x, k, w, out_w)) return std::nullopt;
     const Frame frame{x, {in_w, in_bias}, {out_w, out_bias}, q_norm, q_norm_eps, w};
-    bool takes = reads<ForwardHeadDims>(frame, k.size(0), w.size(2), k.size(2));
+    if (!frame.is_readable<ForwardHeadDims>(k)) return std::nullopt;
     for (const Tensor *weights : {&k, &u, &v})
-        takes = takes && reads(x, *weights, {k.size(0), w.size(2), k.size(2), frame.head_dim()}, x.scalar_type());
-    if (!takes) return std::nullopt;
+        if (!frame.reads(*weights, {k.size(0), frame.subnets(), k.size(2), frame.head_dim()}, x.scalar_type())) return std::nullopt;
     return run(frame, "layer", k.size(2), [&](const Tensor &q) { return gated_forward(q, k, u, v, w, eps, true); });
 }
 
@@ -151,14 +143,14 @@ std::optional<Tensor> fp8_layer(const Tensor &x, const Tensor &in_w, const std::
                                 const std::optional<Tensor> &q_norm, double q_norm_eps, const Tensor &k8, const Tensor &u8,
                                 const Tensor &v8, const Tensor &scales, const Tensor &w, double eps, const Tensor &out_w,
                                 const std::optional<Tensor> &out_bias) {
-    if (!takes_shapes(x, k8, w, out_w)) return std::nullopt;
     const Frame frame{x, {in_w, in_bias}, {out_w, out_bias}, q_norm, q_norm_eps, w};
-    const int64_t weight_heads = k8.size(0), subnets = k8.size(1), subnet_dim = k8.size(2), head_dim = frame.head_dim();
+    if (!frame.is_readable<ForwardFp8HeadDims>(k8)) return std::nullopt;
+    const int64_t weight_heads = k8.size(0), subnets = frame.subnets(), subnet_dim = k8.size(2), head_dim = frame.head_dim();
     constexpr ScalarType e4m3 = ScalarType::Float8_e4m3fn;
-    bool takes = reads<ForwardFp8HeadDims>(frame, weight_heads, subnets, subnet_dim);
-    for (const Tensor *weights : {&k8, &u8}) takes = takes && reads(x, *weights, {weight_heads, subnets, subnet_dim, head_dim}, e4m3);
-    takes = takes && reads(x, v8, {weight_heads, subnets, head_dim, subnet_dim}, e4m3);
-    if (!takes || !reads(x, scales, {3, weight_heads, subnets}, ScalarType::Float)) return std::nullopt;
+    for (const Tensor *weights : {&k8, &u8})
+        if (!frame.reads(*weights, {weight_heads, subnets, subnet_dim, head_dim}, e4m3)) return std::nullopt;
+    if (!frame.reads(v8, {weight_heads, subnets, head_dim, subnet_dim}, e4m3)) return std::nullopt;
+    if (!frame.reads(scales, {3, weight_heads, subnets}, ScalarType::Float)) return std::nullopt;
     return run(frame, "fp8_layer", subnet_dim, [&](const Tensor &q) { return fp8_forward(q, k8, u8, v8, scales, std::nullopt, w, eps); });
 }
 
