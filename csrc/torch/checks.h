@@ -56,42 +56,40 @@ inline void check_float32_or_type_of_q(const Tensor &x, const char *name, const 
     check_type_and_device(x, name, has_type, "be float32 or have the dtype of q", q);
 }
 
-// k, u, v: [H_kv, E, d_e, d_h], contiguous, in q's type.
-inline void check_weights(const Tensor &x, const char *name, const Tensor &k, const Tensor &q) {
-    check_type_and_device(x, name, x.scalar_type() == q.scalar_type(), "have the dtype of q", q);
-    STD_TORCH_CHECK(x.dim() == 4, name, " must be [H_kv, E, d_e, d_h], is ", shape_of(x));
-    STD_TORCH_CHECK(has_shape(x, k.sizes()), name, " is ", shape_of(x), " but k is ", shape_of(k));
-    STD_TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
-    STD_TORCH_CHECK(aligned(x.data_ptr()), name, " must start at a multiple of 16 bytes");
-}
-
 inline void check_floats(const Tensor &x, const char *name) {
     STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half, name, " must be bfloat16 or float16",
                     type_of(x));
     STD_TORCH_CHECK(x.is_cuda(), name, " must be on a CUDA device");
 }
-inline void check_query(const Tensor &q) {
+// q: [..., H, d_h]; k, u, v: [H_kv, E, d_e, d_h], contiguous, in q's type. packed: in e4m3, and v is [H_kv, E, d_h, d_e].
+// HeadDims: of the direction.
+template <typename HeadDims>
+ProblemSizes check_operands(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, bool packed = false) {
     check_floats(q, "q");
     STD_TORCH_CHECK(q.dim() >= 2, "q must be [..., H, d_h], is ", shape_of(q));
-}
+    const std::string k_name = packed ? "k8" : "k";
+    const ScalarType type = packed ? ScalarType::Float8_e4m3fn : q.scalar_type();
+    auto check = [&](const Tensor &x, const std::string &name, const char *axes, std::array<int64_t, 4> shape) {
+        check_type_and_device(x, name.c_str(), x.scalar_type() == type, packed ? "be float8_e4m3fn" : "have the dtype of q", q);
+        STD_TORCH_CHECK(has_shape(x, shape), name, " must be ", axes, ", is ", shape_of(x), " but ", k_name, " is ", shape_of(k));
+        STD_TORCH_CHECK(x.is_contiguous() && aligned(x.data_ptr()), name, " must be contiguous and start at a multiple of 16 bytes");
+    };
+    STD_TORCH_CHECK(k.dim() == 4, k_name, " must be [H_kv, E, d_e, d_h], is ", shape_of(k));
+    const std::array rows{k.size(0), k.size(1), k.size(2), k.size(3)};
+    check(k, k_name, "[H_kv, E, d_e, d_h]", rows);
+    check(u, packed ? "u8" : "u", "[H_kv, E, d_e, d_h]", rows);
+    if (packed) check(v, "v8", "[H_kv, E, d_h, d_e]", {rows[0], rows[1], rows[3], rows[2]});
+    else check(v, "v", "[H_kv, E, d_e, d_h]", rows);
 
-// Of a call on k [H_kv, E, d_e, d_h]. HeadDims: of the direction.
-template <typename HeadDims> ProblemSizes check_sizes(const Tensor &q, const Tensor &k, const char *name) {
     ProblemSizes sizes{1, q.size(q.dim() - 2), q.size(q.dim() - 1), k.size(1), k.size(2), 1};
     for (int64_t i = 0; i < q.dim() - 2; ++i) sizes.tokens *= q.size(i);
     STD_TORCH_CHECK(sizes.heads >= 1 && k.size(0) >= 1 && sizes.subnets >= 1, "H, H_kv and E must be at least 1");
-    STD_TORCH_CHECK(sizes.heads % k.size(0) == 0 && k.size(3) == sizes.head_dim, "q is ", shape_of(q), " but ", name, " is ", shape_of(k));
+    STD_TORCH_CHECK(sizes.heads % k.size(0) == 0 && k.size(3) == sizes.head_dim, "q is ", shape_of(q), " but ", k_name, " is ",
+                    shape_of(k));
     sizes.group = sizes.heads / k.size(0);
     STD_TORCH_CHECK(HeadDims::contains(sizes.head_dim), "d_h is ", sizes.head_dim, "; supported: ", HeadDims::names());
     STD_TORCH_CHECK(sizes.subnet_dim >= 16 && sizes.subnet_dim % 16 == 0, "d_e is ", sizes.subnet_dim, "; supported: multiples of 16");
     return sizes;
-}
-template <typename HeadDims> ProblemSizes check_operands(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v) {
-    check_query(q);
-    check_weights(k, "k", k, q);
-    check_weights(u, "u", k, q);
-    check_weights(v, "v", k, q);
-    return check_sizes<HeadDims>(q, k, "k");
 }
 
 // r: [..., H, E] with q's leading dimensions.

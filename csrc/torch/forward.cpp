@@ -8,28 +8,6 @@
 namespace flashmhf {
 namespace {
 
-void check_packed(const Tensor &x, const char *name, const char *axes, std::array<int64_t, 4> shape, const Tensor &k8, const Tensor &q) {
-    check_type_and_device(x, name, x.scalar_type() == ScalarType::Float8_e4m3fn, "be float8_e4m3fn", q);
-    STD_TORCH_CHECK(has_shape(x, shape) && x.is_contiguous(), name, " must be ", axes, " and contiguous, is ", shape_of(x), " but k8 is ",
-                    shape_of(k8));
-    STD_TORCH_CHECK(aligned(x.data_ptr()), name, " must start at a multiple of 16 bytes");
-}
-
-// k8, u8: [H_kv, E, d_e, d_h]; v8: [H_kv, E, d_h, d_e]; scales: [3, H_kv, E].
-ProblemSizes check_fp8_operands(const Tensor &q, const Tensor &k8, const Tensor &u8, const Tensor &v8, const Tensor &scales) {
-    check_query(q);
-    STD_TORCH_CHECK(k8.dim() == 4, "k8 must be [H_kv, E, d_e, d_h], is ", shape_of(k8));
-    const int64_t heads = k8.size(0), subnets = k8.size(1), d_e = k8.size(2), d_h = k8.size(3);
-    check_packed(k8, "k8", "[H_kv, E, d_e, d_h]", {heads, subnets, d_e, d_h}, k8, q);
-    check_packed(u8, "u8", "[H_kv, E, d_e, d_h]", {heads, subnets, d_e, d_h}, k8, q);
-    check_packed(v8, "v8", "[H_kv, E, d_h, d_e]", {heads, subnets, d_h, d_e}, k8, q);
-    const ProblemSizes sizes = check_sizes<ForwardFp8HeadDims>(q, k8, "k8");
-    check_type_and_device(scales, "scales", scales.scalar_type() == ScalarType::Float, "be float32", q);
-    STD_TORCH_CHECK(has_shape(scales, std::array{int64_t{3}, heads, subnets}) && scales.is_contiguous(),
-                    "scales must be [3, H_kv, E] = [3, ", heads, ", ", subnets, "] and contiguous, is ", shape_of(scales));
-    return sizes;
-}
-
 // What the formats' operators differ in.
 struct Inputs {
     WeightFormat format;
@@ -74,7 +52,10 @@ Tensor gated_forward(const Tensor &q, const Tensor &k, const Tensor &u, const Te
 
 Tensor fp8_forward(const Tensor &q, const Tensor &k8, const Tensor &u8, const Tensor &v8, const Tensor &scales,
                    const std::optional<Tensor> &r, const std::optional<Tensor> &w, double eps) {
-    const ProblemSizes sizes = check_fp8_operands(q, k8, u8, v8, scales);
+    const ProblemSizes sizes = check_operands<ForwardFp8HeadDims>(q, k8, u8, v8, true);
+    check_type_and_device(scales, "scales", scales.scalar_type() == ScalarType::Float, "be float32", q);
+    STD_TORCH_CHECK(has_shape(scales, std::array{int64_t{3}, k8.size(0), sizes.subnets}) && scales.is_contiguous(),
+                    "scales must be [3, H_kv, E] = [3, ", k8.size(0), ", ", sizes.subnets, "] and contiguous, is ", shape_of(scales));
     return run(q, {WeightFormat::e4m3, k8, u8, v8, static_cast<const float *>(scales.data_ptr()), r, w, eps}, sizes, "fp8_forward");
 }
 
