@@ -121,10 +121,6 @@ HeadGroupLaunch prepare_heads(const BackwardProblem &problem, const BackwardPlan
     return launch;
 }
 
-cudaError_t launch_group(int head_dim, const HeadGroupLaunch &launch, cudaStream_t stream) {
-    return BackwardHeadDims::dispatch(head_dim, [&]<int d_h>() { return launch_backward<d_h>(launch, stream); });
-}
-
 }  // namespace
 
 BackwardTask backward_task(const BackwardProblem &problem) {
@@ -143,8 +139,10 @@ BackwardLaunch prepare_backward(const BackwardProblem &problem, const BackwardPl
 }
 
 cudaError_t launch_backward(int head_dim, const BackwardLaunch &launch, cudaStream_t stream) {
-    for (const HeadGroupLaunch &group : launch.groups)
-        if (cudaError_t error = launch_group(head_dim, group, stream)) return error;
+    for (const HeadGroupLaunch &group : launch.groups) {
+        auto launch_it = [&]<int d_h>() { return launch_backward<d_h>(group, stream); };
+        if (cudaError_t error = BackwardHeadDims::dispatch(head_dim, launch_it)) return error;
+    }
     return cudaSuccess;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -93,16 +94,12 @@ HeadGroups plan_head_groups(const Shape &shape, const BackwardTask &task, Kernel
         }
         return all;
     };
-    std::vector<Candidate> candidates{evaluate(1)};
-    if (candidates[0].floats * static_cast<int64_t>(sizeof(float)) <= small_workspace_bytes) return {weight_heads, 1};
-    for (int64_t count = 2; count <= std::min<int64_t>(weight_heads, max_groups); ++count) candidates.push_back(evaluate(count));
-    double shortest = candidates[0].time;
-    for (const Candidate &c : candidates) shortest = std::min(shortest, c.time);
-    int best = -1;
-    for (int i = 0; i < static_cast<int>(candidates.size()); ++i)
-        if (candidates[i].time <= (1 + allowed_group_loss) * shortest && (best < 0 || candidates[i].floats < candidates[best].floats))
-            best = i;
-    return {weight_heads, best + 1};
+    std::vector<Candidate> candidates{evaluate(1)};  // of 1, 2, ... groups
+    const bool small = candidates[0].floats * static_cast<int64_t>(sizeof(float)) <= small_workspace_bytes;
+    for (int64_t count = 2; !small && count <= std::min<int64_t>(weight_heads, max_groups); ++count) candidates.push_back(evaluate(count));
+    const double limit = (1 + allowed_group_loss) * std::ranges::min(candidates, {}, &Candidate::time).time;
+    auto floats = [&](const Candidate &c) { return c.time <= limit ? c.floats : std::numeric_limits<int64_t>::max(); };
+    return {weight_heads, static_cast<int>(std::ranges::min_element(candidates, {}, floats) - candidates.begin()) + 1};
 }
 
 }  // namespace
