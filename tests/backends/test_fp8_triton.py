@@ -130,19 +130,16 @@ def test_compiles_to_e4m3_products(capability, instruction, head_dim):
         "out": "*bf16",
     }  # fmt: skip
     constants = {
-        "Q_LAYOUT": "rows",
-        "R_LAYOUT": "rows",
-        "GROUP": 1,
-        "D": head_dim,
-        "BD": max(64, 1 << (head_dim - 1).bit_length()),
-    }
-    constants |= {"BT": config.tokens, "BI": config.inter, "RECIPROCAL": True, "BY_BLOCKS": False, "INTERPRETED": False}
-    constants |= {"q_table": None, "r_table": None}
+        "Q_LAYOUT": "rows", "R_LAYOUT": "rows", "GROUP": 1, "D": head_dim,
+        "BD": max(64, 1 << (head_dim - 1).bit_length()), "BT": config.tokens, "BI": config.inter, "RECIPROCAL": True,
+        "BY_BLOCKS": False, "INTERPRETED": False,
+    }  # fmt: skip
+    addressing = dict.fromkeys(("q_at", "r_at"), ("constexpr", "i32", "i32", "i32", "i32"))
     names = fp8.forward_kernel.arg_names
-    signature = {name: pointers.get(name) or ("constexpr" if name in constants else "i32") for name in names}
-    source = compiler.ASTSource(
-        fp8.forward_kernel, signature, {(names.index(name),): value for name, value in constants.items()}
-    )
+    signature = {name: "constexpr" if name in constants else "i32" for name in names} | pointers | addressing
+    values = {(names.index(name),): value for name, value in constants.items()}
+    values |= {(names.index(name), 0): None for name in addressing}  # no table
+    source = compiler.ASTSource(fp8.forward_kernel, signature, values)
     options = {"num_warps": config.warps, "num_stages": config.stages}
     compiled = compiler.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     lines = [line for line in compiled.asm["ptx"].splitlines() if instruction in line and "e4m3.e4m3" in line]

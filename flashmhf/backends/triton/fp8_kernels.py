@@ -43,9 +43,7 @@ def to_e4m3(x, INTERPRETED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "q_length", "r_length", "splits"])
 def forward_kernel(
-    q, k8, u8, v8, scales, r, out, T, H, E, d_e, matrices, splits,
-    q_table, q_length, q_outer, q_inner, q_head, q_column,
-    r_table, r_length, r_outer, r_inner, r_head, r_column,
+    q, k8, u8, v8, scales, r, out, T, H, E, d_e, matrices, splits, q_length, q_at, r_length, r_at,
     Q_LAYOUT: tl.constexpr, R_LAYOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BT: tl.constexpr, BI: tl.constexpr, RECIPROCAL: tl.constexpr, BY_BLOCKS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -60,9 +58,7 @@ def forward_kernel(
     h = tl.program_id(1)
     share = tl.program_id(2)
     d = tl.arange(0, BD)
-    q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, column_at(d)).to(
-        tl.float32
-    )
+    q_t = load_tokens(q, t, h, T, q_length, q_at, Q_LAYOUT, D, column_at(d)).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(q_t), 1), TINIEST)
     scaled = q_t / largest[:, None]
     squares = tl.sum(scaled * scaled, 1)
@@ -72,7 +68,7 @@ def forward_kernel(
     # a row of q with NaN or inf has the unit NaN, and so has its row of out
     unit = tl.where(squares == squares, largest / limit, squares)
     if r is not None:
-        r_rows = r + token_offsets(t, r_table, t < T, r_length, r_outer, r_inner, R_LAYOUT) + h.to(tl.int64) * r_head
+        r_rows = r + token_offsets(t, t < T, r_length, r_at, R_LAYOUT) + h.to(tl.int64) * r_at[3]
     total = tl.zeros([BT, BD], dtype=tl.float32)
     i = tl.arange(0, BI)
     for e in range(E * share // splits, E * (share + 1) // splits):
@@ -92,7 +88,7 @@ def forward_kernel(
             part = tl.dot(to_e4m3(a, INTERPRETED), v_j.T, part, max_num_imprecise_acc=BI)
         factor = unit * unit / 2.0 * (k_scale * tl.load(scales + matrices + row) * tl.load(scales + 2 * matrices + row))
         if r is not None:
-            factor *= tl.load(r_rows + tl.cast(e, tl.int64) * r_column, mask=t < T, other=0.0).to(tl.float32)
+            factor *= tl.load(r_rows + tl.cast(e, tl.int64) * r_at[4], mask=t < T, other=0.0).to(tl.float32)
         total += factor[:, None] * part
     store_rows(out + share.to(tl.int64) * T * H * D, total, t, h, T, H, D, BD)
 

@@ -53,8 +53,13 @@ def activate(m, ACTIVATION: tl.constexpr, RECIPROCAL: tl.constexpr):
 
 
 @triton.jit
-def token_offsets(t, table, mask, length, outer, inner, LAYOUT: tl.constexpr):
-    """Offsets (int64) of tokens t: a stride ("rows"), blocks of ``length`` tokens ("blocks"), or a lookup ("table")."""
+def token_offsets(t, mask, length, at, LAYOUT: tl.constexpr):
+    """Offsets (int64) of tokens t: a stride ("rows"), blocks of ``length`` tokens ("blocks"), or a lookup ("table").
+
+    ``at`` is a tensor's addressing: (table, strides of blocks, tokens, heads, columns). ``length`` is no part of it:
+    all elements of a tuple are specialised, so that another length of the sequences would compile another kernel.
+    """
+    table, outer, inner, _, _ = at
     if LAYOUT == "table":
         return tl.load(table + t, mask=mask, other=0)
     elif LAYOUT == "blocks":
@@ -64,11 +69,11 @@ def token_offsets(t, table, mask, length, outer, inner, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(x, t, h, T, table, length, outer, inner, head, column, LAYOUT: tl.constexpr, D: tl.constexpr, d):
+def load_tokens(x, t, h, T, length, at, LAYOUT: tl.constexpr, D: tl.constexpr, d):
     """[BT, columns d] of x [T, H, D] in place, whatever its strides; zero past T and D."""
     mask = t < T
-    rows = x + token_offsets(t, table, mask, length, outer, inner, LAYOUT) + h.to(tl.int64) * head
-    return tl.load(rows[:, None] + (d.to(tl.int64) * column)[None, :], mask=mask[:, None] & (d < D)[None, :], other=0.0)
+    rows = x + token_offsets(t, mask, length, at, LAYOUT) + h.to(tl.int64) * at[3]
+    return tl.load(rows[:, None] + (d.to(tl.int64) * at[4])[None, :], mask=mask[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -145,9 +150,7 @@ def store_weight_grad(rows, value, unit, d_e, D: tl.constexpr, BD: tl.constexpr)
 
 @triton.jit(do_not_specialize=["T", "q_length", "r_length", "splits"])
 def forward_kernel(
-    q, first, second, v, r, out, T, H, E, d_e, splits,
-    q_table, q_length, q_outer, q_inner, q_head, q_column,
-    r_table, r_length, r_outer, r_inner, r_head, r_column,
+    q, first, second, v, r, out, T, H, E, d_e, splits, q_length, q_at, r_length, r_at,
     Q_LAYOUT: tl.constexpr, R_LAYOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BT: tl.constexpr, BI: tl.constexpr, DESCRIPTORS: tl.constexpr, SWAPPED: tl.constexpr, ACTIVATION: tl.constexpr,
     RECIPROCAL: tl.constexpr, BY_BLOCKS: tl.constexpr, BEHIND: tl.constexpr,
@@ -161,9 +164,9 @@ def forward_kernel(
     share = tl.program_id(2)
     e_first = E * share // splits
     e_end = E * (share + 1) // splits
-    q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, tl.arange(0, BD))
+    q_t = load_tokens(q, t, h, T, q_length, q_at, Q_LAYOUT, D, tl.arange(0, BD))
     if r is not None:
-        r_rows = r + token_offsets(t, r_table, t < T, r_length, r_outer, r_inner, R_LAYOUT) + h.to(tl.int64) * r_head
+        r_rows = r + token_offsets(t, t < T, r_length, r_at, R_LAYOUT) + h.to(tl.int64) * r_at[3]
     tiles = tl.cdiv(d_e, BI)
     total = tl.zeros([BT, BD], dtype=tl.float32)
     p = tl.zeros([BT, BI], dtype=tl.float32)
@@ -184,7 +187,7 @@ def forward_kernel(
         else:
             p = activate(m, ACTIVATION, RECIPROCAL)[0] * n
         if r is not None:
-            p *= tl.load(r_rows + e.to(tl.int64) * r_column, mask=t < T, other=0.0).to(tl.float32)[:, None]
+            p *= tl.load(r_rows + e.to(tl.int64) * r_at[4], mask=t < T, other=0.0).to(tl.float32)[:, None]
         if not BEHIND:
             v_j = load_tile(v, row, j, d_e, D, BD, BI, DESCRIPTORS)
             total = add_product(total, p.to(v_j.dtype), v_j, BY_BLOCKS)
@@ -200,9 +203,7 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["T", "q_length", "g_length", "r_length", "splits"])
 def token_grads_kernel(
     grad_out, q, first, second, v, r, dq, dr, T, H, E, d_e, splits,
-    g_table, g_length, g_outer, g_inner, g_head, g_column,
-    q_table, q_length, q_outer, q_inner, q_head, q_column,
-    r_table, r_length, r_outer, r_inner, r_head, r_column,
+    g_length, g_at, q_length, q_at, r_length, r_at,
     G_LAYOUT: tl.constexpr, Q_LAYOUT: tl.constexpr, R_LAYOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BD: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr, DESCRIPTORS: tl.constexpr, SWAPPED: tl.constexpr,
     ACTIVATION: tl.constexpr, RECIPROCAL: tl.constexpr, BY_BLOCKS: tl.constexpr,
@@ -213,12 +214,10 @@ def token_grads_kernel(
     share = tl.program_id(2)
     e_first = E * share // splits
     e_end = E * (share + 1) // splits
-    q_t = load_tokens(q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, tl.arange(0, BD))
-    grad_t = load_tokens(
-        grad_out, t, h, T, g_table, g_length, g_outer, g_inner, g_head, g_column, G_LAYOUT, D, tl.arange(0, BD)
-    )
+    q_t = load_tokens(q, t, h, T, q_length, q_at, Q_LAYOUT, D, tl.arange(0, BD))
+    grad_t = load_tokens(grad_out, t, h, T, g_length, g_at, G_LAYOUT, D, tl.arange(0, BD))
     if r is not None:
-        r_rows = r + token_offsets(t, r_table, t < T, r_length, r_outer, r_inner, R_LAYOUT) + h.to(tl.int64) * r_head
+        r_rows = r + token_offsets(t, t < T, r_length, r_at, R_LAYOUT) + h.to(tl.int64) * r_at[3]
         dr_rows = dr + (t.to(tl.int64) * H + h) * E
         dr_sum = tl.zeros([BT], dtype=tl.float32)
     tiles = tl.cdiv(d_e, BI)
@@ -240,7 +239,7 @@ def token_grads_kernel(
             if last:
                 tl.store(dr_rows + e, dr_sum.to(dr.dtype.element_ty), mask=t < T)
                 dr_sum = tl.zeros([BT], dtype=tl.float32)
-            g *= tl.load(r_rows + e.to(tl.int64) * r_column, mask=t < T, other=0.0).to(tl.float32)[:, None]
+            g *= tl.load(r_rows + e.to(tl.int64) * r_at[4], mask=t < T, other=0.0).to(tl.float32)[:, None]
         dmn = join_halves((g * n_slope).to(ku.dtype), (g * a).to(ku.dtype), BT, BI, SWAPPED)
         total = add_product(total, dmn, ku, BY_BLOCKS)
         e = tl.where(last, e + 1, e)
@@ -251,9 +250,7 @@ def token_grads_kernel(
 @triton.jit(do_not_specialize=["T", "share_tokens", "q_length", "g_length", "r_length"])
 def weight_grads_kernel(
     grad_out, q, first, second, v, r, d_first, d_second, dv, T, H, E, d_e, share_tokens,
-    g_table, g_length, g_outer, g_inner, g_head, g_column,
-    q_table, q_length, q_outer, q_inner, q_head, q_column,
-    r_table, r_length, r_outer, r_inner, r_head, r_column,
+    g_length, g_at, q_length, q_at, r_length, r_at,
     G_LAYOUT: tl.constexpr, Q_LAYOUT: tl.constexpr, R_LAYOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BD: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr, DESCRIPTORS: tl.constexpr, TOKEN_DESCRIPTORS: tl.constexpr,
     SWAPPED: tl.constexpr, ACTIVATION: tl.constexpr, RECIPROCAL: tl.constexpr, BY_BLOCKS: tl.constexpr,
@@ -278,27 +275,22 @@ def weight_grads_kernel(
     for member in range(GROUP):
         h = kv * GROUP + member
         if r is not None:
-            r_column_of_e = r + h.to(tl.int64) * r_head + e.to(tl.int64) * r_column
+            r_of_e = r + h.to(tl.int64) * r_at[3] + e.to(tl.int64) * r_at[4]
         for t_first in range(start, tl.minimum(start + share_tokens, T), BT):
             t = t_first + tl.arange(0, BT)
             if TOKEN_DESCRIPTORS:
-                q_t = q.load([t_first, h * q_head])
-                grad_t = grad_out.load([t_first, h * g_head])
+                q_t = q.load([t_first, h * q_at[3]])
+                grad_t = grad_out.load([t_first, h * g_at[3]])
             else:
-                q_t = load_tokens(
-                    q, t, h, T, q_table, q_length, q_outer, q_inner, q_head, q_column, Q_LAYOUT, D, tl.arange(0, BD)
-                )
-                grad_t = load_tokens(
-                    grad_out, t, h, T, g_table, g_length, g_outer, g_inner, g_head, g_column, G_LAYOUT, D,
-                    tl.arange(0, BD),
-                )  # fmt: skip
+                q_t = load_tokens(q, t, h, T, q_length, q_at, Q_LAYOUT, D, tl.arange(0, BD))
+                grad_t = load_tokens(grad_out, t, h, T, g_length, g_at, G_LAYOUT, D, tl.arange(0, BD))
             mn = tl.dot(q_t, ku.T, input_precision="ieee")
             g = tl.dot(grad_t, v_j.T, input_precision="ieee")
             m, n = halves(mn, BT, BI, SWAPPED)
             a, slope = activate(m, ACTIVATION, RECIPROCAL)
             n_slope = n * slope
             if r is not None:
-                r_t = r_column_of_e + token_offsets(t, r_table, t < T, r_length, r_outer, r_inner, R_LAYOUT)
+                r_t = r_of_e + token_offsets(t, t < T, r_length, r_at, R_LAYOUT)
                 weight = tl.load(r_t, mask=t < T, other=0.0).to(tl.float32)[:, None]
                 n_slope *= weight
                 a *= weight

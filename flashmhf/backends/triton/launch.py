@@ -79,10 +79,8 @@ class _Rows:
 
     def arguments(self) -> dict[str, object]:
         head, column = self.x.stride()[-2:]
-        values = {key: getattr(self, key) for key in ("table", "length", "outer", "inner")}
-        values |= {"head": head, "column": column}
-        layout = {f"{self.name.upper()}_LAYOUT": self.layout}
-        return {f"{self.name}_{key}": value for key, value in values.items()} | layout
+        at = (self.table, self.outer, self.inner, head, column)
+        return {f"{self.name}_length": self.length, f"{self.name}_at": at, f"{self.name.upper()}_LAYOUT": self.layout}
 
     def descriptor(self, block: tuple[int, int]) -> TensorDescriptor | None:
         """Return [tokens, columns of all heads] for the TMA unit, the head an offset; None where it cannot be one."""
@@ -172,8 +170,7 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activa
 def _gate_arguments(r: Tensor | None) -> dict[str, object]:
     if r is not None:
         return {"r": r, **_Rows(r, "r").arguments()}
-    names = ("r", "r_table", "r_length", "r_outer", "r_inner", "r_head", "r_column")
-    return {**dict.fromkeys(names), "R_LAYOUT": "rows"}
+    return {"r": None, "r_length": None, "r_at": None, "R_LAYOUT": "rows"}
 
 
 def token_grads(
