@@ -53,7 +53,7 @@ def test_peak_memory_sees_what_a_call_holds():
 @pytest.mark.parametrize(("arguments", "command"), [
     (["/x/benchmarks/run.py", "--suite", "host", "--out", "/x/out"], "python -m benchmarks.run --suite host --out out"),
     (["tools/build.py", "--out", "a b"], "python tools/build.py --out 'a b'"),
-    (["/x/bin/flashmhf", "bench", "--paper"], "flashmhf bench --paper"),
+    (["/x/bin/flashmhf", "check"], "flashmhf check"),
     (["/x/pytest/__main__.py", "-m", "gpu"], "pytest -m gpu"),
 ])  # fmt: skip
 def test_command_has_no_folder_of_this_machine(arguments, command):

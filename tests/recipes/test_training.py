@@ -269,16 +269,11 @@ def test_a_diverging_run_stops_with_its_step(settings, message, kept, text, tmp_
     assert "NaN" not in (tmp_path / "run" / metrics.FILE).read_text()
 
 
-@pytest.mark.parametrize(("name", "peak"), [
-    ("NVIDIA H100 80GB HBM3", 989.4e12),
-    ("NVIDIA H200 NVL", 835e12),
-    ("NVIDIA GB200", 2500e12),
-    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-    ("NVIDIA RTX A6000", None),
-])  # fmt: skip
-def test_peaks_are_those_of_the_card(name, peak, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    assert peak_flops(torch.device("cuda")) == peak and peak_flops(torch.device("cpu")) is None
+def test_peaks_are_those_of_the_card(monkeypatch):
+    peaks = {"H100 80GB HBM3": 989.4e12, "H200 NVL": 835e12, "GB200": 2500e12}
+    for name, peak in (peaks | {"H100 80GB HBM3 MIG 1g.10gb": None, "RTX A6000": None}).items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: f"NVIDIA {name}")
+        assert peak_flops(torch.device("cuda")) == peak and peak_flops(torch.device("cpu")) is None
 
 
 def test_operations_a_token():

@@ -23,16 +23,8 @@ OPTIONAL = {"flashmhf.backends.triton": {"triton"}}
 pytestmark = pytest.mark.skipif(not (ROOT / "flashmhf").is_dir(), reason="the sources are not here")
 
 
-def modules() -> dict[str, Path]:
-    found = {}
-    for package in ("flashmhf", "flashmhf_recipes", "benchmarks"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-MODULES = modules()
+PATHS = [path for package in ("flashmhf", "flashmhf_recipes", "benchmarks") for path in (ROOT / package).rglob("*.py")]
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PATHS}
 
 
 def imports(name: str) -> Iterator[str]:
