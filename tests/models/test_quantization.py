@@ -4,8 +4,6 @@ Without the import of flashmhf.models transformers refuses such a directory. Wha
 import copy
 import json
 import pickle
-import subprocess
-import sys
 import types
 from functools import partial
 
@@ -16,6 +14,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from processes import run_python  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from small_models import foreign, tiny  # noqa: E402
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
@@ -231,10 +230,7 @@ def test_weights_without_their_record_are_refused(tmp_path):
     same_bits(llama.from_pretrained("me/mine", config=str(tmp_path / "whole"), cache_dir=tmp_path), model)
 
 
-def test_transformers_by_itself_refuses(tmp_path):
-    """It warns about a method that it does not know, and would draw SwiGLU networks."""
-    replaced().save_pretrained(tmp_path)
-    script = """
+REFUSED = """
 import sys, transformers
 for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, transformers.AutoModel):
     try:
@@ -244,7 +240,12 @@ for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, t
     else:
         raise SystemExit(f"{kind.__name__} loads it")
 """
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=300)
+
+
+def test_transformers_by_itself_refuses(tmp_path):
+    """It warns about a method that it does not know, and would draw SwiGLU networks."""
+    replaced().save_pretrained(tmp_path)
+    run_python("-c", REFUSED, tmp_path)
 
 
 @pytest.mark.parametrize("pickled", [False, True])
