@@ -20,42 +20,30 @@ from flashmhf_recipes import pretrained  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.arange(2, 11)[None]
-SAVED = ("own", "replaced", "official", "own in FP8", "replaced in FP8")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Directories by kind and the logits of their models, whose weights are random: no two are alike."""
+    """A folder of a directory of each kind, whose models have random weights: no two are alike."""
     torch.manual_seed(0)
-    folder, logits = tmp_path_factory.mktemp("saved"), {}
-    for kind in SAVED:
-        model = foreign() if "replaced" in kind else tiny()
-        if "replaced" in kind:
-            flashmhf.replace_ffn(model, num_heads=2)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
-        if "FP8" in kind:
-            quantize.quantize_(model)
-        write_official(model, folder / kind) if kind == "official" else model.save_pretrained(folder / kind)
-        with torch.no_grad():
-            logits[kind] = model(IDS).logits
-    return folder, logits
+    folder = tmp_path_factory.mktemp("saved")
+    own, replaced = tiny(), foreign()
+    flashmhf.replace_ffn(replaced, num_heads=2)
+    for parameter in (*own.parameters(), *replaced.parameters()):
+        torch.nn.init.normal_(parameter, std=0.2)
+    write_official(own, folder / "official")
+    own.save_pretrained(folder / "own")
+    replaced.save_pretrained(folder / "replaced")
+    quantize.quantize_(own)
+    own.save_pretrained(folder / "FP8")
+    return folder
 
 
-def same(directory, logits: torch.Tensor) -> None:
+def logits(directory) -> torch.Tensor:
     model = load(directory)
     assert not model.training
     with torch.no_grad():
-        assert torch.equal(model(IDS).logits, logits)
-
-
-@pytest.mark.parametrize("kind", SAVED)
-def test_loads_what_was_saved(kind, saved):
-    """Without a tokenizer, which the commands need."""
-    folder, logits = saved
-    same(folder / kind, logits[kind])
-    with pytest.raises(ValueError, match="no tokenizer could be loaded from"):
-        pretrained.load(str(folder / kind), device="cpu")
+        return model(IDS).logits
 
 
 def altered(directory, without: str = "", **added: torch.Tensor) -> None:
@@ -83,7 +71,7 @@ DAMAGED = {  # kind, what is done to its directory, and the error
     "official without a weight": ("official", partial(altered, without="0.mlp.router"), "lacks weights of .*router"),
     "truncated": ("own", partial(truncated, share=0.5), "weights in .* do not load"),
     "truncated, official": ("official", partial(truncated, share=0.5), "weights in .* do not load"),
-    "empty": ("own in FP8", partial(truncated, share=0), "weights in .* do not load"),
+    "empty": ("FP8", partial(truncated, share=0), "weights in .* do not load"),
     "another size": ("own", partial(configured, intermediate_size=64), "weights in .* do not load"),
     "fewer layers": ("own", partial(configured, num_hidden_layers=1), "does not fit .* unexpected .*layers.1"),
     "no pickle": ("official", lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "not load"),
@@ -96,7 +84,7 @@ DAMAGED = {  # kind, what is done to its directory, and the error
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_refuses_what_is_damaged(damage, saved, tmp_path):
     kind, spoil, message = DAMAGED[damage]
-    directory = shutil.copytree(saved[0] / kind, tmp_path / "damaged")
+    directory = shutil.copytree(saved / kind, tmp_path / "damaged")
     spoil(directory)
     with pytest.raises(OSError if damage == "no weights" else ValueError, match=message):
         load(directory)
@@ -125,17 +113,19 @@ def test_from_pretrained_draws_what_the_checkpoint_lacks_as_documented(missing, 
 def test_a_directory_of_an_older_version(saved, tmp_path):
     """The module beside the configuration names classes where they lay then, or both lack it: the installed package's
     are taken. Replaced networks had a record of their own."""
-    folder, logits = saved
-    directory = shutil.copytree(folder / "own", tmp_path / "own")
+    directory, expected = shutil.copytree(saved / "own", tmp_path / "own"), logits(saved / "own")
+    assert torch.equal(logits(saved / "official"), expected)
     (directory / "modeling_flashmhf.py").write_text("from flashmhf.lm import FlashMHFConfig, FlashMHFForCausalLM\n")
-    same(directory, logits["own"])
+    assert torch.equal(logits(directory), expected)
     (directory / "modeling_flashmhf.py").unlink()
     configured(directory, "auto_map")  # 0.1 wrote neither
-    same(directory, logits["own"])
-    directory = shutil.copytree(folder / "replaced", tmp_path / "replaced")
+    assert torch.equal(logits(directory), expected)
+    with pytest.raises(ValueError, match="no tokenizer could be loaded from"):  # which the commands need
+        pretrained.load(str(directory), device="cpu")
+    directory = shutil.copytree(saved / "replaced", tmp_path / "replaced")
     networks = configured(directory, "quantization_config", "fusion_config")["quantization_config"]["networks"]
     older = {name: network | {"accumulate_main_grad": False} for name, network in networks.items()}
     configured(directory, flashmhf_networks=older)
     with pytest.raises(ValueError, match="layers.0.mlp.k, and .*; supported: .*, or 0.1's by flashmhf.models.load"):
         AutoModelForCausalLM.from_pretrained(directory)
-    same(directory, logits["replaced"])
+    assert torch.equal(logits(directory), logits(saved / "replaced"))
