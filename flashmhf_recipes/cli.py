@@ -66,12 +66,12 @@ def _status(arguments: list[str]) -> int:
         print(f"\nflashmhf: {str(stopped) or 'interrupted'}{getattr(stopped, 'hint', '')}", file=sys.stderr)
         return 128 + getattr(stopped, "signum", signal.SIGINT)
     except ModuleNotFoundError as error:
-        from flashmhf import extras
+        message = "torch is not installed: pip install torch" if error.name == "torch" else str(error)
+        if error.name not in ("torch", None):  # Python's own names the module
+            from flashmhf import extras
 
-        # Python's own names the module
-        message = extras.advice("this command", error.name) if error.name else str(error)
-        if message is None:
-            raise
+            if (message := extras.advice("this command", error.name)) is None:
+                raise
     except BrokenPipeError:
         raise
     except (ImportError, ValueError, OSError, RuntimeError) as error:

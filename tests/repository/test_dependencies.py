@@ -3,6 +3,7 @@
 import json
 import sys
 
+import pytest
 from processes import run_python
 
 OPTIONAL = (
@@ -76,3 +77,15 @@ print(json.dumps(results))
         else:
             assert status == 2 and not out and len(err.splitlines()) == 1, (line, err)
             assert f"pip install 'flashmhf[{COMMANDS[line]}]'" in err
+
+
+@pytest.mark.parametrize("command", ["", "info"])
+def test_a_missing_torch_is_one_line(command, tmp_path):
+    code = f"""
+import sys
+sys.modules["torch"] = None
+from flashmhf_recipes.cli import main
+sys.stderr = sys.stdout
+assert main({command.split()!r}) == 2
+"""
+    assert python(code, tmp_path) == "flashmhf: error: torch is not installed: pip install torch\n"
