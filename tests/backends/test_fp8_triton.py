@@ -74,7 +74,8 @@ def test_long_sums_of_one_sign(head_dim, subnet_dim):
 
 
 @runs_kernels
-def test_strides_are_read_in_place():
+def test_strides_are_read_in_place(tmp_path):
+    """Those of gates beyond 32 bits, too."""
     q, packed, r = make(24)
     expected = quantize.forward(q, packed, r, backend="triton")
     for view in (torch.stack([q, q], -1)[..., 0], q.transpose(0, 1).contiguous().transpose(0, 1)):
@@ -82,10 +83,6 @@ def test_strides_are_read_in_place():
         assert torch.equal(quantize.forward(view, packed, r, backend="triton"), expected)
     strided = torch.stack([q, q], 1).transpose(0, 1)
     assert torch.equal(quantize.forward(strided, packed, torch.stack([r, r]), backend="triton")[1], expected)
-
-
-@runs_kernels
-def test_gates_beyond_32_bits(tmp_path):
     q, packed, r = make(5, heads=1, subnets=3)
     r = r.to(q.dtype)
     outs = [quantize.forward(q, packed, gate, backend="triton") for gate in (r, far_apart(r, tmp_path))]

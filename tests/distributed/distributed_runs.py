@@ -121,6 +121,9 @@ def rules() -> None:
     for way in WAYS:
         check_rules(mesh, way)
         check_rules(mesh, way, num_kv_heads=2)
+    sizes = {"length": 512, "width": 128} if DEVICE == "cuda" else {"length": 32}
+    for way in ("heads", "tokens"):  # by the back end that this device has for bf16
+        check_rules(mesh, way, near=2e-2, dtype=torch.bfloat16, **sizes)
     for of_tokens, of_weights, options in (
         (
             Shard(2),
@@ -146,13 +149,6 @@ def rules() -> None:
 def rules_on_two_dimensions() -> None:
     for ways in ("tokens heads", "rows tokens", "rows heads", "nothing heads", "heads heads"):
         check_rules(mesh_of(2, 2), *ways.split())
-
-
-def kernels() -> None:
-    """The back end that this device has for bf16, by heads and by tokens."""
-    sizes = {"length": 512, "width": 128} if DEVICE == "cuda" else {"length": 32}
-    for way in ("heads", "tokens"):
-        check_rules(mesh_of(), way, near=2e-2, dtype=torch.bfloat16, **sizes)
 
 
 def network(kind: type = flashmhf.FlashMHF, sizes: tuple[int, ...] = (32, 4, 3, 16), **options: Any) -> nn.Module:
@@ -201,13 +197,10 @@ def module_cases() -> None:
         (mhffn(num_kv_heads=2, q_norm=True, activation="gelu"),),
     ):
         compare_module(mesh_of(), whole, *how)
-
-
-def compiled_module() -> None:
-    mesh, whole = mesh_of(), network(q_norm=True)
+    whole = network(q_norm=True)
     torch.set_default_device(None)  # torch 2.11 compiles no DTensor under one
     compile = functools.partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager")
-    compare_module(mesh, whole, wrap=compile)
+    compare_module(mesh_of(), whole, wrap=compile)
 
 
 def served_shard() -> None:
@@ -361,7 +354,7 @@ def muon() -> None:
     """FSDP2, tensor parallelism and both: one process's weights and momenta; matrices sharded by rows, columns and
     heads, evenly or not; the optimizer's state saved and loaded after one step."""
 
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def build() -> nn.Module:
         torch.manual_seed(0)
         networks = [flashmhf.FlashMHF(24, heads, 3, 10, q_norm=True) for heads in (4, 4, 3)]
         return nn.Sequential(nn.Linear(7, 24), *networks, nn.Linear(24, 5))
@@ -375,9 +368,8 @@ def muon() -> None:
                 parameter.grad = distribute_tensor(parameter.grad, *where, src_data_rank=None)
         optimizer.step()
 
-    def of(model: nn.Module) -> torch.optim.Optimizer:
-        return flashmhf.Muon(flashmhf.param_groups(model, 0.02, 0.1, muon=True), fused=True)  # as on a GPU
-
+    # fused: as on a GPU
+    of = lambda model: flashmhf.Muon(flashmhf.param_groups(model, 0.02, 0.1, muon=True), fused=True)  # noqa: E731
     size, whole = dist.get_world_size(), build()
     expected = of(whole)
     for seed in range(3):

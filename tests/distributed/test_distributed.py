@@ -22,7 +22,7 @@ def run(cases: str, processes: int, *arguments: object, device: str = "cpu") -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", "rules kernels module_cases compiled_module served_shard muon".split())
+@pytest.mark.parametrize("case", "rules module_cases served_shard muon".split())
 def test_two_gpus(case):
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
@@ -30,9 +30,9 @@ def test_two_gpus(case):
 
 
 @pytest.mark.parametrize(("processes", "cases"), [
-    (2, "rules,kernels"),
+    (2, "rules"),
     (4, "rules_on_two_dimensions,muon"),
-    (2, "module_cases,compiled_module,served_shard,mixed_precision,initialisation,muon,refusals"),
+    (2, "module_cases,served_shard,mixed_precision,initialisation,muon,refusals"),
 ])  # fmt: skip
 def test_operators_modules_and_muon(processes, cases):
     run(cases, processes)

@@ -36,18 +36,16 @@ def test_stacked_weights_are_the_same_memory_and_function():
 
 def test_state_dicts_hold_four_dimensions_either_way():
     plain, stacked = make(), stack_weights(make())
-    assert {name: x.shape for name, x in stacked.state_dict().items()} == {
-        name: x.shape for name, x in plain.state_dict().items()
-    }
+    shapes, others = ({name: x.shape for name, x in each.state_dict().items()} for each in (stacked, plain))
+    assert shapes == others
     for assign in (False, True):
         stacked.load_state_dict(plain.state_dict(), assign=assign)
         assert stacked.k.shape == (6, 16, 16) and torch.equal(stacked.k.flatten(), plain.k.flatten())
     nested = nn.Sequential(make())
     nested.load_state_dict(nn.Sequential(stacked).state_dict())
     assert torch.equal(nested[0].u, plain.u)
-    assert torch.equal(
-        convert.to_official(stacked.state_dict())["gate_weight"], convert.to_official(plain.state_dict())["gate_weight"]
-    )
+    official = [convert.to_official(network.state_dict())["gate_weight"] for network in (stacked, plain)]
+    assert torch.equal(*official)
     with pytest.raises(RuntimeError, match="size mismatch for k"):
         stacked.load_state_dict(flashmhf.FlashMHF(32, 2, 4, 16).state_dict())
 
