@@ -183,6 +183,8 @@ class Muon(torch.optim.Optimizer):
                     continue
                 if parameter.grad.is_sparse:
                     raise RuntimeError("flashmhf.Muon does not support sparse gradients; supported: sparse=False")
+                if group["muon"] and parameter.dim() < 2:  # FullyShardedDataParallel has come between
+                    raise RuntimeError("a matrix has become a vector; supported: fully_shard, which keeps shapes")
                 kind = (parameter.shape, parameter.dtype, parameter.device) if group["muon"] else ()
                 # AdamW's kernels take no DTensors beside plain tensors
                 layout = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else ()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
@@ -461,6 +461,15 @@ def refusals() -> None:
         HeadParallel()._apply(nn.Linear(4, 4), mesh)
     with pytest.raises(NotImplementedError, match="network has DTensor"):
         to_fp8(parallelize(multihead(), mesh))
+    # FSDP1, which transformers' Trainer and accelerate take by default, has flat parameters
+    whole = multihead()
+    optimizer = flashmhf.Muon(flashmhf.param_groups(whole, 1e-3, 0.1, muon=True))
+    wrapped = FullyShardedDataParallel(whole, use_orig_params=True, device_id=torch.device("cpu"))
+    wrapped(torch.ones(2, 32)).sum().backward()
+    with pytest.raises(RuntimeError, match="a matrix has become a vector; supported: fully_shard"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="model has flat parameters .*; supported: fully_shard"):
+        flashmhf.param_groups(wrapped, 1e-3, 0.1)
 
 
 def transformers_plans(folder: str) -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from processes import run_python
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 import flashmhf
 from flashmhf import quantize
@@ -103,14 +102,6 @@ def test_operators_know_dtensor_and_the_flop_counter_whoever_has_looked_for_them
     """``import flashmhf`` imports neither, and a probe for them, as other packages make, disarms nothing."""
     code = MET.format(when=when, store=tmp_path / "store")
     run_python("-W", "error::UserWarning:flashmhf", "-c", code)
-
-
-def test_flat_parameters_have_no_groups(mesh):
-    """Of FSDP1, which transformers' Trainer and accelerate take by default."""
-    model = FullyShardedDataParallel(nn.Sequential(flashmhf.FlashMHF(32, 2, 2, 16)), device_id=torch.device("cpu"))
-    for muon in (False, True):
-        with pytest.raises(ValueError, match="model has flat parameters .*; supported: fully_shard"):
-            flashmhf.param_groups(model, 1e-3, 0.1, muon=muon)
 
 
 class Quantised(torch.Tensor):
