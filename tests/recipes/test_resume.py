@@ -198,22 +198,19 @@ def test_a_run_keeps_to_the_umask_an_ignored_signal_and_the_checkpoints_it_may_k
     assert {path.stat().st_mode & 0o777 for path in result.output.rglob("*") if path.is_file()} == {0o640}
 
 
-BAD_STARTS = [
-    (["--set", "optim=nosuch"], "arguments: nosuch is not a valid OptimizerNames"),
-    (["--length", "100000"], "less than one block"),
-    (["--data", "empty.txt"], "no text is left to train on"),
-    (["--tokenizer", "nosuch.json"], "no tokenizer could be loaded"),
-]
-
-
 def test_a_failed_start_leaves_the_directory_free(text, tmp_path, monkeypatch, capsys):
     """Every error is one line with status 2, and the corrected command works in the same directory."""
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch()
     command = ["train", "--output", "run", "--preset", "tiny", "--data", str(text), "--steps", "2", "--device", "cpu"]
     command += ["--vocab-size", "300", "--length", "32", "--batch", "4"]
-    for arguments, message in BAD_STARTS:
-        assert cli.main([*command, *arguments]) == 2, arguments
+    for arguments, message in {
+        "--set optim=nosuch": "arguments: nosuch is not a valid OptimizerNames",
+        "--length 100000": "less than one block",
+        "--data empty.txt": "no text is left to train on",
+        "--tokenizer nosuch.json": "no tokenizer could be loaded",
+    }.items():
+        assert cli.main([*command, *arguments.split()]) == 2, arguments
         error = capsys.readouterr().err
         assert message in error and "Traceback" not in error, error
         assert error.splitlines()[-1].startswith("flashmhf: error: ") and not Path("run", "run.json").exists(), error
