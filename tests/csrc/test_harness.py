@@ -42,7 +42,7 @@ forward format=e4m3 gate=w dtype=fp16
 forward format=e4m3 gate=ones signs=one
 forward format=e4m3 gate=r E=30 d_e=48            # more sub-networks than a chunk of the gate
 forward format=e4m3 gate=w E=30 d_e=48
-forward format=e4m3 gate=w T=1                    # CTAs divide an item
+forward format=e4m3 gate=w T=1 H=16 E=22          # CTAs divide an item; one value between two numbers decides nothing
 forward format=e4m3 gate=r T=4400 H=8 repeat=20   # items are split
 forward format=e4m3 gate=w T=16384 H=8 repeat=20  # several items a CTA, of as many row tiles as there are consumers
 forward format=e4m3 gate=w group=2
