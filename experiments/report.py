@@ -75,8 +75,7 @@ def interval(values: Iterable[float]) -> float | None:
 
 
 def collect(files: Iterable[Path], results: Path) -> list[str]:
-    """Take the runs of the files into RESULTS, sorted by name; return the names. Later ones take the place of earlier
-    ones."""
+    """Take the runs of the files into RESULTS, sorted by name, later ones for earlier ones; return the names."""
     found = finished_runs(files)
     together = finished_runs([results]) | found
     partial = results.with_suffix(".partial")
@@ -121,8 +120,7 @@ def best(found: Iterable[Row], ffn: str, size: str) -> Row | None:
 
 def pairs(found: list[Row]) -> list[tuple[Row, Row]]:
     """Return FlashMHF's and SwiGLU's best row of each size that has both with a common seed. After it come FlashMHF's
-    rows of other depths in the same settings.
-    """
+    rows of other depths in the same settings."""
     chosen = []
     for size in size_order(found):
         ours, theirs = best(found, "flashmhf", size), best(found, "swiglu", size)
@@ -170,8 +168,7 @@ def differences_on_the_way(ours: Row, theirs: Row) -> dict[int, float]:
 
 def plot(found: list[Row], path: Path) -> None:
     """Draw FlashMHF's loss minus SwiGLU's: a line with point and interval per pair of finished models, long runs above,
-    and the long runs' ways there inset.
-    """
+    and the long runs' ways there inset."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -228,6 +225,14 @@ def against(row: Row, base: Row | None) -> tuple[str, str]:
     return (f"{statistics.mean(found):+.4f}" if found else "", _half(interval(found)))
 
 
+def _speed_on_an_h100(row: Row, found: list[Row]) -> float:
+    """Tokens per second, the mean over the runs of this model at any learning rate, which leaves the speed alone."""
+    rate = {"learning_rate": None}
+    same = (each for each in found if each.configuration | rate == row.configuration | rate)
+    records = (record for each in same for record in each.records if "H100" in record["device"])
+    return statistics.mean(record["tokens_per_second"] for record in records if record["tokens_per_second"])
+
+
 def pairs_block(found: list[Row]) -> str:
     """A line per pair of the long trainings: loss, speed on an H100, memory."""
     lines = [
@@ -238,10 +243,7 @@ def pairs_block(found: list[Row]) -> str:
         if is_long(ours):
             both = (ours, theirs)
             losses = [f"{row.mean:.3f}" for row in both]
-            speeds = [
-                statistics.mean(record["tokens_per_second"] for record in row.records if "H100" in record["device"])
-                for row in both
-            ]
+            speeds = [_speed_on_an_h100(row, found) for row in both]
             memory = [f"{row.records[0]['peak_memory'] / 2**30:.1f}" for row in both]
             cells = [ours.title, f"{_layers(ours)} for {_layers(theirs)}", *losses, " ".join(against(*both)).strip()]
             seeds = len(differences(ours, theirs))
