@@ -1,6 +1,7 @@
 """K, U and V as parameters of three dimensions, and LoRA on them with PEFT (docs/lora.md)."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -50,14 +51,8 @@ def test_state_dicts_hold_four_dimensions_either_way():
         stacked.load_state_dict(flashmhf.FlashMHF(32, 2, 4, 16).state_dict())
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.ffn = make()
-        self.head = nn.Linear(32, 4)
-
-    def forward(self, x):
-        return self.head(x + self.ffn(x))
+def make_model() -> nn.Sequential:
+    return nn.Sequential(OrderedDict(ffn=make(), plain=randomised(flashmhf.MHFFN(32, 2, 16)), head=nn.Linear(32, 4)))
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -72,19 +67,19 @@ def test_hooks_of_the_weights_are_refused(register):
 
 
 def test_lora_of_every_weight_is_stored_and_merged(tmp_path):
-    """That it learns is what examples/lora.py shows."""
+    """MHFFN's, [H, intermediate_dim, d_h], have three dimensions as they are. That it learns is what examples/lora.py
+    shows."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
-    base, x = Block(), torch.randn(64, 32)
+    base, x = make_model(), torch.randn(64, 32)
     model = copy.deepcopy(base)
     stack_weights(model.ffn)
-    config = peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules=["in_proj", "out_proj"], target_parameters=["ffn.k", "ffn.u", "ffn.v"]
-    )
+    weights = [f"{network}.{name}" for network in ("ffn", "plain") for name in "kuv"]
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["in_proj", "out_proj"], target_parameters=weights)
     model = peft.get_peft_model(model, config)
     torch.testing.assert_close(model(x), base(x))  # B starts at zero
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert len(trainable) == 10 and all("lora_" in name for name in trainable)
+    assert len(trainable) == 20 and all("lora_" in name for name in trainable)
     optimizer = torch.optim.Adam(trainable.values(), lr=0.02)
     for _ in range(20):
         optimizer.zero_grad()
@@ -103,21 +98,9 @@ def test_lora_of_every_weight_is_stored_and_merged(tmp_path):
     merged = model.merge_and_unload()
     stack_weights(merged.ffn, False)
     torch.testing.assert_close(merged(x), after, rtol=1e-4, atol=1e-5)
-    fresh = Block()
+    fresh = make_model()
     fresh.load_state_dict(merged.state_dict())
     assert torch.equal(fresh(x), merged(x))
     for name in ("k", "u", "v"):  # every head and sub-network has a low-rank update of its own
         change = (getattr(merged.ffn, name) - getattr(base.ffn, name)).detach()
         assert all(torch.linalg.matrix_rank(change[h, e], rtol=1e-4) == 4 for h in range(2) for e in range(3))
-
-
-def test_lora_of_mhffn():
-    """Its weights [H, intermediate_dim, d_h] have three dimensions as they are."""
-    peft = pytest.importorskip("peft")
-    model = nn.Sequential(flashmhf.MHFFN(32, 2, 16))
-    x = torch.randn(5, 32)
-    before = model(x)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[], target_parameters=["0.k", "0.u", "0.v"]))
-    torch.testing.assert_close(model(x), before)
-    model(x).sum().backward()
-    assert sum(p.grad is not None for p in model.parameters()) == 6
