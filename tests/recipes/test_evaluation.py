@@ -210,16 +210,6 @@ def test_streaming_prints_as_tokens_come(runs, monkeypatch):
     assert seen[0] == "the cat" and len(set(seen)) > 3 and seen[-1].startswith("the cat ")
 
 
-def test_train_command_and_resume(text, tmp_path, capsys):
-    output = tmp_path / "run"
-    command = f"train --output {output} --preset tiny --data {text} --steps 3 --vocab-size 300 --length 32 --batch 4"
-    command += " --device cpu --eval-fraction 0.1 --log-every 2 --model-set ffn_q_norm=true"
-    for steps, arguments in {3: command, 5: f"train --output {output} --resume --steps 5"}.items():
-        assert cli.main(arguments.split()) == 0
-        assert re.search(f"^{steps} steps, loss .*, held out ", capsys.readouterr().out, re.MULTILINE)
-    assert json.loads((output / "config.json").read_text())["ffn_q_norm"] is True
-
-
 @pytest.mark.slow
 def test_eval_command_with_tasks_and_json(runs, text, tmp_path, monkeypatch, capsys):
     """The harness's own log-likelihoods on our model, without a network; lm-eval knows the paper's tasks. A local task

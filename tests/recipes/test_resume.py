@@ -199,11 +199,11 @@ def test_a_run_keeps_to_the_umask_an_ignored_signal_and_the_checkpoints_it_may_k
 
 
 def test_a_failed_start_leaves_the_directory_free(text, tmp_path, monkeypatch, capsys):
-    """Every error is one line with status 2, and the corrected command works in the same directory."""
+    """Every error is one line with status 2, and the corrected command works in the same directory, resumed, too."""
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch()
-    command = ["train", "--output", "run", "--preset", "tiny", "--data", str(text), "--steps", "2", "--device", "cpu"]
-    command += ["--vocab-size", "300", "--length", "32", "--batch", "4"]
+    command = f"train --output run --preset tiny --data {text} --steps 3 --device cpu --vocab-size 300".split()
+    command += "--length 32 --batch 4 --eval-fraction 0.1 --log-every 2 --model-set ffn_q_norm=true".split()
     for arguments, message in {
         "--set optim=nosuch": "arguments: nosuch is not a valid OptimizerNames",
         "--length 100000": "less than one block",
@@ -214,7 +214,10 @@ def test_a_failed_start_leaves_the_directory_free(text, tmp_path, monkeypatch, c
         error = capsys.readouterr().err
         assert message in error and "Traceback" not in error, error
         assert error.splitlines()[-1].startswith("flashmhf: error: ") and not Path("run", "run.json").exists(), error
-    assert cli.main(command) == 0
+    for steps, arguments in {3: command, 5: "train --output run --resume --steps 5".split()}.items():
+        assert cli.main(arguments) == 0
+        assert re.search(f"^{steps} steps, loss .*, held out ", capsys.readouterr().out, re.MULTILINE)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["ffn_q_norm"] is True
 
 
 def test_only_the_first_process_makes_the_data(text, tmp_path, monkeypatch):
