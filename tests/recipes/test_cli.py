@@ -158,7 +158,6 @@ MISTAKES = {
     "eval --model x --data x --batch 0": "argument --batch: '0' is not an integer from 1 on",
     "train --data x": "the following arguments are required: --output",
     "train --output ./run --data ./nothing.txt": "nothing.txt does not exist",
-    "train --output ./run": "give one of data, dataset and tokens",
     "train --output ./run --data x --optimizer lion": "argument --optimizer: invalid choice: 'lion'",
     "train --output ./run --data x --set a": "argument --set: 'a' is not NAME=VALUE",
     "train --output ./run --resume": "holds no run",

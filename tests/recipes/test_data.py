@@ -64,7 +64,6 @@ BROKEN = {
     "deep.jsonl": (b"[" * 100_000, "line 1 is not JSON"),
     "list.jsonl": (b'{"text": "x"}\n[]\n', "line 2 is not a JSON object"),
     "number.jsonl": (b'{"text": 3}\n', "'text' holds a value of type int; supported: text"),
-    "paragraphs.jsonl": (b'{"text": ["x", "y"]}\n', "'text' holds a value of type list; supported: text"),
     "bad.parquet": (b"PAR1 is not enough", "Parquet"),
 }
 

@@ -95,12 +95,10 @@ def test_presets_and_networks_combine(settings, name):
     ({"model": {"hiden_size": 64}}, "model cannot set hiden_size; did you mean hidden_size"),
     ({"model": {"max_position_embeddings": 64}}, "model sets max_position_embeddings to 64, below length = 128"),
     *(({"model": sizes}, "^model: ") for sizes in ({"hidden_size": 65}, {"head_dim": 7}, {"hidden_size": "wide"})),
-    ({"model": {"ffn_num_heads": 3}}, "^model: "),
     ({"arguments": {"lr_scheduler_type": "warmup_stable_decay"}}, "arguments: .*num_decay_steps"),
     *(({"arguments": {"lr_scheduler_type": name}, "eval_fraction": 0.1},
        f"type is '{name}'; supported: schedules of the step alone") for name in ("reduce_lr_on_plateau", "greedy")),
     ({"arguments": {"lr_scheduler_type": "nosuch"}}, "arguments: nosuch is not a valid SchedulerType"),
-    ({"arguments": {"optim": "nosuch"}}, "arguments: nosuch is not a valid OptimizerNames"),
     ({"arguments": {"report_to": "nosuch"}}, "arguments: nosuch is not supported"),
     pytest.param({"arguments": {"report_to": "wandb"}}, "arguments: WandbCallback requires wandb", marks=NO_WANDB),
     # without effect
