@@ -3,6 +3,7 @@
 import gc
 import math
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -42,13 +43,10 @@ def test_accepts_what_is_right(dtype):
     assert_accurate("out", eager.forward(*p.operands, p.r), baseline, exact, fixed_limits=False)
 
 
-def with_a_row_of(value):
-    def call(p):
-        out = fused_forward(p)
-        out[7, 1] = value
-        return out
-
-    return call
+def with_a_row_of(value, p):
+    out = fused_forward(p)
+    out[7, 1] = value
+    return out
 
 
 def as_tf32(p):
@@ -58,8 +56,8 @@ def as_tf32(p):
 WRONG = {  # by name: what is computed, and the dtypes that it is wrong in
     "no gate": (lambda p: eager.forward(*p.operands, None), DTYPES),
     "gate of the neighbouring sub-network": (lambda p: eager.forward(*p.operands, p.r.roll(1, -1)), DTYPES),
-    "unwritten row": (with_a_row_of(math.nan), DTYPES),
-    "zero row": (with_a_row_of(0.0), DTYPES),
+    "unwritten row": (partial(with_a_row_of, math.nan), DTYPES),
+    "zero row": (partial(with_a_row_of, 0.0), DTYPES),
     "accumulation in working precision": (lambda p: forward_summed_in_working_precision(*p.operands, p.r), DTYPES[:2]),
     "products in tf32": (as_tf32, DTYPES[2:]),
 }

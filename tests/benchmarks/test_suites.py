@@ -18,6 +18,7 @@ CPU = subjects.Settings(torch.device("cpu"), torch.float32)
 ON_CPU = ("flashmhf_eager", "swiglu", "swiglu_checkpointed", "mhffn_naive", "dense_moe")
 SMALL = operator.Size(40, 2, 16, 3, 32)
 FAST = ["--device", "cpu", "--dtype", "float32", "--rounds", "2", "--window", "0.0001"]
+OPERATOR = ["--suite", "operator", "--parts", "forward", *FAST, "--shapes", "5,4,16,3,32", "--alone"]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -103,8 +104,7 @@ def test_the_operator_is_checked_and_timed(direction, names):
 
 
 def test_a_run_writes_one_record_and_its_table(tmp_path, capsys):
-    arguments = ["--suite", "operator", "--parts", "forward", *FAST, "--shapes", "5,4,16,3,32", "--alone"]
-    assert run.main([*arguments, "--out", str(tmp_path / "new" / "operator")]) == 0
+    assert run.main([*OPERATOR, "--out", str(tmp_path / "new" / "operator")]) == 0
     text = (tmp_path / "new" / "operator_cpu.json").read_text()
     record = json.loads(text)
     assert {"command", "commit", "date", "device", "packages", "back_ends"} <= record["environment"].keys()
@@ -117,8 +117,7 @@ def test_a_run_writes_one_record_and_its_table(tmp_path, capsys):
 
 def test_two_builds_take_turns(capsys):
     """This checkout against itself."""
-    arguments = ["--suite", "operator", "--parts", "forward", *FAST, "--shapes", "5,4,16,3,32", "--alone"]
-    assert run.main([*arguments, "--base", str(ROOT), "--turns", "1"]) == 0
+    assert run.main([*OPERATOR, "--base", str(ROOT), "--turns", "1"]) == 0
     out = capsys.readouterr().out
     assert "this ÷ base" in out and "base: commit" in out and "failed" not in out
 

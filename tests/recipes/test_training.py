@@ -11,7 +11,7 @@ from lm_runs import At, environment, interrupt, noting, same_run, start
 from processes import run_python
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 import flashmhf
 from flashmhf.models.presets import preset
@@ -125,8 +125,6 @@ def test_the_papers_settings(tmp_path):
     for scale, rate, steps in (("128m", 3e-3, 245_000), ("370m", 1.5e-3, 245_000), ("1.3b", 1e-3, 409_000)):
         resolved = Options(output=str(tmp_path), preset=scale, data=["x"]).resolve()
         arguments = training.training_arguments(resolved)
-        assert isinstance(arguments, TrainingArguments)
-        assert resolved.preset == f"flashmhf-{scale}"
         assert resolved.length == 4096
         assert (arguments.learning_rate, arguments.max_steps) == (rate, steps)
         assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == 64
