@@ -51,9 +51,9 @@ def described(options: argparse.Namespace) -> str:
         # the operator copies the tokens of several sequences into one where heads share weights
         rows = (options.batch, options.T) if group == 1 else (1, tokens)
         sizes = (*rows, heads, options.d_h, options.E, options.d_e)
-        plan = _plan.plan_head_groups(*sizes, router=True, deterministic=options.deterministic, group=group)
+        plan = _plan.plan_backward(*sizes, router=True, deterministic=options.deterministic, group=group)
         first, last = plan["heads"][0]
-        launch = _plan.plan_backward(*rows, (last - first) * group, options.E, options.d_e, group=group)
+        launch = _plan.plan_head_group(*rows, (last - first) * group, options.E, options.d_e, group=group)
         plan = {"launches": len(plan["heads"])} | plan | {f"first launch, {name}": x for name, x in launch.items()}
         plan["bound"] = bound(8 * product, 3 * q + 2 * weights, TFLOPS)
     else:

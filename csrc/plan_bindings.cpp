@@ -1,4 +1,4 @@
-// flashmhf._plan: the launch planner in Python, for tests and for flashmhf.info(). The package works without it.
+// flashmhf._plan: the launch planner in Python, for tests and for benchmarks.plan. The package works without it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -123,12 +123,11 @@ py::dict plan_of_projection(int64_t tokens, int64_t features, const Clusters &cl
 
 PYBIND11_MODULE(_plan, m) {
     m.doc() = "The launch planner of the Hopper kernels.";
-    m.def(
-        "plan_backward", &head_group_plan, "batch"_a, "length"_a, "heads"_a, "subnets"_a, "subnet_dim"_a, "clusters"_a = h200_clusters,
-        "group"_a = 1,
-        "The backward launch for batch x length tokens: sizes, and the token tiles (item, begin, end) of every CTA of an inter-stationary\n"
-        "kernel. Raises ValueError for shapes beyond the kernels' index range.");
-    m.def("plan_head_groups", &head_groups, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a, "tokens"_a = true,
+    m.def("plan_head_group", &head_group_plan, "batch"_a, "length"_a, "heads"_a, "subnets"_a, "subnet_dim"_a, "clusters"_a = h200_clusters,
+          "group"_a = 1,
+          "The backward launch of a group of heads for batch x length tokens: sizes, and the token tiles (item, begin, end) of every CTA\n"
+          "of an inter-stationary kernel. Raises ValueError for shapes beyond the kernels' index range.");
+    m.def("plan_backward", &head_groups, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a, "tokens"_a = true,
           "weights"_a = true, "gate"_a = false, "router"_a = false, "deterministic"_a = false, "clusters"_a = h200_clusters, "group"_a = 1,
           "The groups of heads (begin, end) that a backward call launches one after the other, whether sums are added in order, and the\n"
           "fp32 workspace of each launch: where its buffers begin, in floats, or None.");

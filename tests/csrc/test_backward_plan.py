@@ -27,7 +27,7 @@ SHAPES = [  # batch, length, heads, subnets, subnet_dim
 def test_every_tile_once_and_balanced(shape, clusters):
     sms = clusters[0]
     batch, length, heads, subnets, subnet_dim = shape
-    p = plan.plan_backward(*shape, clusters=clusters)
+    p = plan.plan_head_group(*shape, clusters=clusters)
     assert p["may_pair"] == bool(clusters[1] and shape[3] * p["subnet_tiles"] % 2 == 0 and p["whole"] % 2 == 0)
     tiles = batch * -(-length // 64)
     assert p["row_tiles"] * batch == tiles
@@ -97,13 +97,13 @@ def buffers_of(shape, task, heads, p, ordered):
 @pytest.mark.parametrize("shape", GROUP_SHAPES)
 def test_groups_take_every_head_once_and_their_buffers_do_not_overlap(shape, task):
     shape = shape | {name: task[name] for name in ("head_dim", "subnets") if name in task}
-    p = plan.plan_head_groups(**(shape | task))
+    p = plan.plan_backward(**(shape | task))
     ends = [end for _, end in p["heads"]]
     assert [begin for begin, _ in p["heads"]] == [0, *ends[:-1]] and ends[-1] == shape["heads"]
     sizes = [end - begin for begin, end in p["heads"]]
     assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
     for heads, places in zip(sizes, p["workspaces"], strict=True):
-        one = plan.plan_backward(shape["batch"], shape["length"], heads, shape["subnets"], shape["subnet_dim"])
+        one = plan.plan_head_group(shape["batch"], shape["length"], heads, shape["subnets"], shape["subnet_dim"])
         used = buffers_of(shape, task, heads, one, p["ordered"])
         used = {name: size for name, size in used.items() if places[name] is not None}
         ranges = sorted((places[name], places[name] + size, name) for name, size in used.items())
@@ -119,10 +119,10 @@ def test_groups_take_every_head_once_and_their_buffers_do_not_overlap(shape, tas
 
 
 def test_training_workspace_of_the_flagship():
-    p = plan.plan_head_groups(8, 4032, **FLAGSHIP, router=True)
+    p = plan.plan_backward(8, 4032, **FLAGSHIP, router=True)
     assert max(w["floats"] for w in p["workspaces"]) <= 0.4 * 16 * 32256 * (128 + 2 * 22)  # of one launch
 
 
 def test_index_range():
     with pytest.raises(ValueError, match="2\\^31"):
-        plan.plan_backward(1, 1 << 31, 16, 22, 384)
+        plan.plan_head_group(1, 1 << 31, 16, 22, 384)
