@@ -101,8 +101,8 @@ def config(head_dim: int, subnet_dim: int) -> Config:
 
 def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None) -> Tensor:
     """S [..., H, d_h] in q's dtype, contiguous, for operands of :func:`flashmhf.quantize.pack_fp8`, r [..., H, E]."""
-    with launch._launching(q.device):
+    with launch.launching(q.device):
         arguments = {"q": q, "k8": k8, "u8": u8, "v8": v8, "scales": scales, "matrices": scales[0].numel()}
         arguments["INTERPRETED"] = launch.INTERPRETED
-        arguments |= launch._Rows(q, "q").arguments() | launch._gate_arguments(r)
-        return launch._token_result(forward_kernel, q, k8, config(q.shape[-1], k8.shape[2]), arguments, "out", q.dtype)
+        arguments |= launch.Rows(q, "q").arguments() | launch.gate_arguments(r)
+        return launch.token_result(forward_kernel, q, k8, config(q.shape[-1], k8.shape[2]), arguments, "out", q.dtype)

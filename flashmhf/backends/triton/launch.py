@@ -37,7 +37,7 @@ def _architecture(device: torch.device) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def _launching(device: torch.device) -> Iterator[None]:
+def launching(device: torch.device) -> Iterator[None]:
     """Run one thread at a time, on ``device`` with its context current.
 
     Triton is not ready for several threads: one that comes while another loads a kernel launches a null function, and
@@ -57,7 +57,7 @@ def _config(q: Tensor, kernel: str, subnet_dim: int) -> Config:
     return Config(**{**vars(config), "inter": min(config.inter, triton.next_power_of_2(subnet_dim))})
 
 
-class _Rows:
+class Rows:
     """Kernel arguments that address x [..., H, columns] in place: one token stride, blocks of tokens, or a table."""
 
     def __init__(self, x: Tensor, name: str):
@@ -147,7 +147,7 @@ def _splits(programs: int, device: torch.device, most: int) -> int:
     return max(1, min(most, WAVES * _architecture(device)[1] // programs))
 
 
-def _token_result(
+def token_result(
     kernel, q: Tensor, k: Tensor, config: Config, arguments: dict[str, object], name: str, dtype: torch.dtype
 ) -> Tensor:
     """Run a kernel whose programs own a token block of a head; sum the shares of sub-networks where it was split."""
@@ -160,16 +160,16 @@ def _token_result(
 
 
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activation: str = "silu") -> Tensor:
-    with _launching(q.device):
+    with launching(q.device):
         config = _config(q, "forward", k.shape[2])
-        arguments = _Weights(k, u, v, config.inter).arguments() | _Rows(q, "q").arguments() | _gate_arguments(r)
+        arguments = _Weights(k, u, v, config.inter).arguments() | Rows(q, "q").arguments() | gate_arguments(r)
         arguments |= {"q": q, "ACTIVATION": activation, "BEHIND": config.behind}
-        return _token_result(kernels.forward_kernel, q, k, config, arguments, "out", q.dtype)
+        return token_result(kernels.forward_kernel, q, k, config, arguments, "out", q.dtype)
 
 
-def _gate_arguments(r: Tensor | None) -> dict[str, object]:
+def gate_arguments(r: Tensor | None) -> dict[str, object]:
     if r is not None:
-        return {"r": r, **_Rows(r, "r").arguments()}
+        return {"r": r, **Rows(r, "r").arguments()}
     return {"r": None, "r_length": None, "r_at": None, "R_LAYOUT": "rows"}
 
 
@@ -180,13 +180,13 @@ def token_grads(
     """Return (dq, dr), empty if ``settings.needs`` leaves them out; dr is empty if r is None."""
     if not settings.needs[0]:
         return q.new_empty(0), q.new_empty(0)
-    with _launching(q.device):
+    with launching(q.device):
         config = _config(q, "token_grads", k.shape[2])
         dr = None if r is None else torch.empty(r.shape, dtype=r.dtype, device=r.device)
-        arguments = {"grad_out": grad_out, "q": q, "dr": dr, "ACTIVATION": settings.activation, **_gate_arguments(r)}
-        arguments |= _Rows(grad_out, "g").arguments() | _Rows(q, "q").arguments()
+        arguments = {"grad_out": grad_out, "q": q, "dr": dr, "ACTIVATION": settings.activation, **gate_arguments(r)}
+        arguments |= Rows(grad_out, "g").arguments() | Rows(q, "q").arguments()
         arguments |= _Weights(k, u, v, config.inter, ordered=settings.deterministic).arguments()
-        dq = _token_result(kernels.token_grads_kernel, q, k, config, arguments, "dq", dq_dtype)
+        dq = token_result(kernels.token_grads_kernel, q, k, config, arguments, "dq", dq_dtype)
         return dq, q.new_empty(0) if dr is None else dr
 
 
@@ -194,7 +194,7 @@ def weight_grads(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activation: str = "silu"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dk, du, dv) in k's dtype."""
-    with _launching(q.device):
+    with launching(q.device):
         config = _config(q, "weight_grads", k.shape[2])
         weights = _Weights(k, u, v, config.inter)
         heads, subnets, subnet_dim, head_dim = k.shape
@@ -208,14 +208,14 @@ def weight_grads(
         else:
             results = tuple(torch.empty_like(k) for _ in range(3))
         dk, du, dv = results
-        q_rows, g_rows = _Rows(q, "q"), _Rows(grad_out, "g")
+        q_rows, g_rows = Rows(q, "q"), Rows(grad_out, "g")
         block = (config.tokens, triton.next_power_of_2(head_dim))
         maps = [rows.descriptor(block) for rows in (q_rows, g_rows)] if weights.descriptors else [None]
         by_maps = None not in maps
         kernels.weight_grads_kernel[tiles, heads, splits](
             **dict(zip(("q", "grad_out"), maps if by_maps else (q, grad_out), strict=True)),
             d_first=du if weights.swapped else dk, d_second=dk if weights.swapped else du, dv=dv, share_tokens=share,
-            **weights.arguments(), **g_rows.arguments(), **q_rows.arguments(), **_gate_arguments(r),
+            **weights.arguments(), **g_rows.arguments(), **q_rows.arguments(), **gate_arguments(r),
             **_shapes(q, k, config), TOKEN_DESCRIPTORS=by_maps, ACTIVATION=activation,
         )  # fmt: skip
         return results if splits == 1 else tuple(results.sum(1).to(k.dtype))
