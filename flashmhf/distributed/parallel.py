@@ -41,8 +41,8 @@ def check_heads(name: str, module: FlashMHF | MHFFN, size: int) -> None:
 def _check_weights(module: nn.Module) -> None:
     """Refuse, before anything changes, weights that are elsewhere, belong to something else or are quantised."""
     check_whole("", module)
+    check_held("", module, empty=True)
     for name, child in module.named_modules():
-        check_held(name, child, empty=True)
         if isinstance(child, Fp8FlashMHF):
             found = f"{name or 'module'} is a network in FP8"
             raise NotImplementedError(f"{found}; supported: 16 and 32 bits, or flashmhf.distributed.shard")

@@ -83,8 +83,7 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
         raise TypeError(f"network is a {type(network).__name__}; supported: {supported}")
     if network.in_proj is None:
         raise NotImplementedError("skip_linear is True; supported: False")
-    for name, part in network.named_modules():
-        check_held(name, part, empty=True)
+    check_held("", network, empty=True)
     check_whole("", network)
     keys = network.k8 if hasattr(network, "k8") else network.k
     for count, total in {"num_heads": network.num_heads, "num_kv_heads": len(keys)}.items():
