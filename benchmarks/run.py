@@ -1,6 +1,6 @@
 """Measures a suite on this machine and writes one record.
 
-    $ python -m benchmarks.run --suite operator --direction forward --out benchmarks/results/forward
+    $ python -m benchmarks.run --suite operator --parts forward --out benchmarks/results/forward
     $ python -m benchmarks.run --suite layer --official PATH --out benchmarks/results/layer
     $ python -m benchmarks.run --suite host --base ../before
     $ python -m benchmarks.run --suite operator --help        # the options of that suite

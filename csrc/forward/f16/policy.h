@@ -7,7 +7,7 @@
 
 namespace flashmhf {
 
-constexpr int barrier_bytes = 384;  // all semaphores, item records and addresses of parts of a CTA, 376, rounded up
+constexpr int barrier_bytes = 384;  // semaphores, item records and addresses of parts of a CTA, at most 360, rounded up to lines of 128
 
 // Rows that one copy brings of K, U or V where the CTAs of a cluster divide an item. The panels of few rows lie together in memory, and the
 // memory is the bound there.

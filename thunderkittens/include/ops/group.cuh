@@ -7,8 +7,8 @@ namespace kittens {
 
 // The wgmma.mma_async instructions in 16 bits, m64nNk16 with sums in fp32:
 //
-// wgmma<T, N, TA, TB>::st_st(d, a, b, accumulate): d[64xN] (+)= A B, both from shared memory through descriptors;
-// wgmma<T, N, 0, TB>::rt_st(d, a, b, accumulate): A from registers. TA, TB = 1: the operand is MN-major. accumulate = 0 overwrites d.
+// base<T, N, TA, TB>::st_st(d, a, b, accumulate): d[64xN] (+)= A B, both from shared memory through descriptors;
+// base<T, N, 0, TB>::rt_st(d, a, b, accumulate): A from registers. TA, TB = 1: the operand is MN-major. accumulate = 0 overwrites d.
 namespace detail::wgmma {
 
 template <typename T, int N, int TA, int TB> struct base;

@@ -1,4 +1,4 @@
-// Register tiles, in the fragment order of mma.sync and wgmma.
+// Tiles in registers and in shared memory, and descriptors of the latter. Registers are in the fragment order of mma.sync and wgmma.
 //
 // A base tile is 16x16 over a warp. Lane l holds pairs along the columns, with g = l / 4 and t = l % 4:
 //   data[0] = (g, 2t..)   data[1] = (g + 8, 2t..)   data[2] = (g, 8 + 2t..)   data[3] = (g + 8, 8 + 2t..)
