@@ -136,19 +136,19 @@ def replace_ffn(
         _counterpart(model.get_submodule(name), sizes, {**kwargs, "device": "meta"})
     models = []
     if "transformers.modeling_utils" in sys.modules:  # else there can be none
-        from .models import quantization
+        from .models import record
 
         swapped = [model.get_submodule(name) for name in names]
-        models = [each for each in quantization.models_in(model) if not {*swapped}.isdisjoint(each.modules())]
+        models = [each for each in record.models_in(model) if not {*swapped}.isdisjoint(each.modules())]
         for each in models:
-            quantization.described(each, changes=True)
+            record.described(each, changes=True)
     for members in shared.values():
         network = _counterpart(model.get_submodule(members[0]), sizes, kwargs)
         mark_drawn(network)
         for name in members:
             model.set_submodule(name, network)
     for each in models:
-        quantization.record(each)
+        record.record(each)
     for part in (part for each in models or [model] for part in each.modules()):
         for named in (part, getattr(part, "config", None)):  # a part of a model has the model's configuration
             if hasattr(named, "name_or_path"):

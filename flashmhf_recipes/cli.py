@@ -261,7 +261,7 @@ def _load(args: argparse.Namespace):
 
 
 def _eval(parser: Parser, arguments: list[str]) -> int:
-    from flashmhf.models.quantization import is_fp8
+    from flashmhf.models.record import is_fp8
 
     from . import evaluation
 

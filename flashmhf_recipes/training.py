@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback,
 
 from flashmhf.models import loading
 from flashmhf.models.presets import SCALES, preset
-from flashmhf.models.quantization import is_fp8
+from flashmhf.models.record import is_fp8
 
 from . import checkpoints, data, metrics, pretrained
 from .documents import find_files

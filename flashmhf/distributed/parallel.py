@@ -42,14 +42,13 @@ def _check_weights(module: nn.Module) -> None:
     """Refuse, before anything changes, weights that are elsewhere, belong to something else or are quantised."""
     check_whole("", module)
     check_held("", module, empty=True)
-    for name, child in module.named_modules():
-        if isinstance(child, Fp8FlashMHF):
-            found = f"{name or 'module'} is a network in FP8"
-            raise NotImplementedError(f"{found}; supported: 16 and 32 bits, or flashmhf.distributed.shard")
-        for key, parameter in child.named_parameters(recurse=False):
-            if type(parameter.data) is not Tensor:
-                found = f"{_path(name, key)} is a {type(parameter.data).__name__}"
-                raise NotImplementedError(f"{found}; supported: plain tensors: parallelize before quantising")
+    if packed := [name or "module" for name, child in module.named_modules() if isinstance(child, Fp8FlashMHF)]:
+        found = f"{packed[0]} is a network in FP8"
+        raise NotImplementedError(f"{found}; supported: 16 and 32 bits, or flashmhf.distributed.shard")
+    for name, parameter in module.named_parameters():
+        if type(parameter.data) is not Tensor:
+            found = f"{name} is a {type(parameter.data).__name__}"
+            raise NotImplementedError(f"{found}; supported: plain tensors: parallelize before quantising")
 
 
 class HeadParallel(ParallelStyle):

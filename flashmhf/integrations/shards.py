@@ -17,7 +17,7 @@ def served_feed_forward(config, rank: Rank = Rank(), prefix: str = "") -> nn.Mod
     ValueError for heads that the ranks do not divide.
     """
     from ..models.modeling import feed_forward  # not above: transformers is optional
-    from ..models.quantization import FlashMHFRecord
+    from ..models.record import FlashMHFRecord
 
     if config.ffn_type not in ("flashmhf", "mh_ffn", "pkv"):
         supported = "flashmhf, mh_ffn, pkv; swiglu as the engine's own network"
