@@ -74,7 +74,8 @@ class Cell:
     or MissingError.
     inputs: what the subjects share, made when the cell is measured and freed after it; it may raise MissingError.
     product: also time a bf16 matrix product in the same rounds; rows get ``x_product``, their rate over its rate.
-    faster_than: name -> (subject, factor); rows get ``x_name``, factor times that subject's time over their own.
+    faster_than: name -> (subject, factor); rows get ``x_name``, factor times that subject's time over their own:
+    the median of the rounds' ratios.
     window_scale: how much longer the windows are than the context's.
     """
 
@@ -106,15 +107,18 @@ class Cell:
         if self.product and ready and context.device.type == "cuda":
             rows[PRODUCT] = {**self.row, "subject": PRODUCT}
             ready[PRODUCT] = Prepared(product(context.device), 1, {"flops": 2 * YARDSTICK**3})
+        typical = {}  # of each round: ratios within a round do not see how the host's speed drifts
         for name, samples in self._interleaved(ready, rows, context).items():
             rows[name] |= ready[name].row | {"status": "ok"} | figures(samples, ready[name])
+            typical[name] = torch.tensor(samples).view(context.rounds, -1).quantile(0.5, 1) / ready[name].calls
         done = {name: row for name, row in rows.items() if row.get("status") == "ok"}
         for row in done.values():
             if PRODUCT in done:
                 row["x_product"] = row["tflops"] / done[PRODUCT]["tflops"]
             for name, (subject, factor) in self.faster_than.items():
                 if subject in done and subject != row["subject"]:
-                    row[f"x_{name}"] = factor * done[subject]["ms"]["p50"] / row["ms"]["p50"]
+                    ratios = typical[subject] / typical[row["subject"]]
+                    row[f"x_{name}"] = factor * ratios.quantile(0.5).item()
         return list(rows.values())
 
     def _interleaved(
@@ -123,8 +127,7 @@ class Cell:
         """Seconds of all subjects' passes. One whose call fails gets a reason, and the others are timed anew."""
         runs = {name: prepared.run for name, prepared in ready.items()}
         while runs:
-            names = iter(runs)
-            current = next(names)
+            current = next(iter(runs))
 
             def marked(name: str, run: timing.Pass) -> timing.Pass:
                 def call() -> None:
@@ -137,10 +140,8 @@ class Cell:
             passes = {name: marked(name, run) for name, run in runs.items()}
             try:
                 timing.warm_up(passes[current], context.timer, context.cell_warm_up_seconds)
-                return timing.interleave(
-                    passes, context.timer, context.rounds, self.window_scale * context.window_seconds,
-                    context.settle_seconds,
-                )  # fmt: skip
+                window = self.window_scale * context.window_seconds
+                return timing.interleave(passes, context.timer, context.rounds, window, context.settle_seconds)
             except Exception as error:
                 rows[current] |= {"status": "failed", "reason": reason(error)}
                 del runs[current]

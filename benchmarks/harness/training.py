@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,8 @@ from flashmhf.models.presets import preset
 from flashmhf.nn import param_groups
 from flashmhf_recipes.flops import peak_flops, training_flops_per_token
 from flashmhf_recipes.layout import Layout
+
+from . import timing
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 RATE, WARM_UP_RATE = 1e-3, 1000  # reached linearly within so many steps
@@ -141,13 +142,11 @@ class Training:
             seconds.append(time.perf_counter() - start)
             if gpu and len(losses) == WARM_UP:
                 torch.cuda.reset_peak_memory_stats(self.device)
-        typical = statistics.median(seconds[WARM_UP:])
-        speed, peak = sequences * self.length / typical, peak_flops(self.device)
-        counted = sorted(seconds[WARM_UP:])
+        ms = timing.percentiles([1e3 * step for step in seconds[WARM_UP:]])
+        speed, peak = 1e3 * sequences * self.length / ms["p50"], peak_flops(self.device)
         return {
             "parameters": self.parameters,
-            "ms": {name: 1e3 * counted[int(f * (len(counted) - 1))] for name, f in (("p20", 0.2), ("p80", 0.8))}
-            | {"p50": 1e3 * typical},
+            "ms": ms,
             "tokens_per_s": speed,
             "mfu": None if peak is None else speed * self.flops / (peak * self.processes),
             "memory_mib": torch.cuda.max_memory_allocated(self.device) / 2**20 if gpu else None,

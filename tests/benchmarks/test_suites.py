@@ -56,6 +56,13 @@ def test_a_subject_that_fails_leaves_the_others_their_numbers():
     assert "ms" not in rows["memory"]
 
 
+def test_ratios_are_the_median_of_those_of_one_round(monkeypatch):
+    samples = {"a": [1.0, 1.0, 4.0, 4.0], "b": [2.0, 2.0, 4.0, 4.0]}  # the second round was slower
+    monkeypatch.setattr("benchmarks.harness.timing.interleave", lambda *_: samples)
+    cell = Cell({}, dict.fromkeys("ab", lambda *_: Prepared(lambda: None)), faster_than={"b": ("b", 1.0)})
+    assert by_subject(cell)["a"]["x_b"] == 1.5
+
+
 @pytest.mark.parametrize("direction", ["forward", "training"])
 def test_every_subject_that_runs_here_is_right(direction):
     for name, row in by_subject(tiny(*ON_CPU, direction=direction)).items():
@@ -116,7 +123,6 @@ def test_a_run_writes_one_record_and_its_table(tmp_path, capsys):
 
 
 def test_two_builds_take_turns(capsys):
-    """This checkout against itself."""
     assert run.main([*OPERATOR, "--base", str(ROOT), "--turns", "1"]) == 0
     out = capsys.readouterr().out
     assert "this ÷ base" in out and "base: commit" in out and "failed" not in out
@@ -194,9 +200,5 @@ def test_layers_on_the_gpu():
     for changes in ({}, {"direction": "training"}, {"graph": True, "batch": 1}):
         for name, row in by_subject(layer.layer_cell("latency", small, 64, names, **changes), where).items():
             assert row["status"] == "ok" and row["memory_mib"]["beyond"] > 0, (name, row)
-
-
-@pytest.mark.gpu
-def test_a_served_layer_on_the_gpu():
-    rows = by_subject(inference.serving_cell(5), context("cuda", torch.bfloat16))
-    assert {row["status"] for row in rows.values()} == {"ok"}, rows
+    served = by_subject(inference.serving_cell(5), where)
+    assert {row["status"] for row in served.values()} == {"ok"}, served
