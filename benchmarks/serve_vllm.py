@@ -28,6 +28,7 @@ MODELS = {  # name: preset, its sizes, vLLM's quantization or the record in the 
     "llama-24-fp8": ("swiglu-1.3b", {}, "fp8"),
     "flashmhf-20-fp8": ("flashmhf-1.3b", {}, "stored"),
 }
+STEERING = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING")  # the engine's host; others may be secrets
 DECODE, PREFILL, PROMPT, LONG = (1, 8, 32, 128, 256), (1, 8), 512, 4096
 
 
@@ -97,10 +98,8 @@ def measure(name: str, directory: Path, decode: tuple[int, ...], new: int, round
     for batch in PREFILL:
         samples = [run(engine, prompts(batch, LONG), 1)[0] for _ in range(rounds + 1)][1:]
         seconds = statistics.median(samples)
-        rows.append(
-            {"part": "prefill", "batch": batch, "prompt": LONG, "tokens_s": batch * LONG / seconds}
-            | {"samples_s": samples}
-        )
+        row = {"part": "prefill", "batch": batch, "prompt": LONG, "tokens_s": batch * LONG / seconds}
+        rows.append(row | {"samples_s": samples})
     for batch in decode:
         # a round of few sequences is short, and its steps vary with the host
         count = rounds * max(1, 16 // batch)
@@ -140,7 +139,7 @@ def write(options: argparse.Namespace, results: dict[str, dict]) -> None:
 
     about = environment.describe(torch.device("cuda"))
     about["packages"]["vllm"] = version("vllm")
-    about["variables"] = {name: value for name, value in sorted(os.environ.items()) if name.startswith("VLLM_")}
+    about["variables"] = {name: os.environ[name] for name in STEERING if name in os.environ}
     record = {"suite": "vllm", "environment": about, "models": [results[model] for model in sorted(results)]}
     target = options.out.with_name(f"{options.out.name}_{environment.short_device(about['device'])}.json")
     target.write_text(json.dumps(record, indent=1) + "\n")
