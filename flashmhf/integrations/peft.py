@@ -18,8 +18,7 @@ def stack_weights(network: FlashMHF, stacked: bool = True) -> FlashMHF:
     """Store k, u and v of ``network`` as [H_kv E, d_e, d_h] (True) or [H_kv, E, d_e, d_h] (False) in place; return it.
 
     State dicts hold four dimensions in either case. Call this before an optimizer takes the parameters: they are new
-    objects. Raises TypeError for others, ValueError for weights that are sharded, offloaded, parametrised or
-    have hooks.
+    objects. Raises TypeError for others, ValueError for weights that are sharded, offloaded, parametrised or hooked.
     """
     checks.instance("network", network, FlashMHF, "a flashmhf.FlashMHF")
     check_held("", network, empty=True)

@@ -25,7 +25,6 @@ from .modeling import feed_forward
 _SETTINGS = ("d_model", "num_heads", "num_subnets", "subnet_dim", "router_eps", "backend", "deterministic")
 _TRANSPARENT = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # state dicts leave these names out
 _DEFAULTS = {"skip_linear": False, "activation": "silu"}
-# a fusion in the configuration, which transformers by itself does not know and refuses in these words
 GUARD = "load this model with its quantization_config after `import flashmhf.models` (pip install 'flashmhf[lm]')"
 
 
@@ -140,6 +139,7 @@ def _check_parts(name: str, network: FlashMHF | Fp8FlashMHF) -> None:
 
 
 def networks_in(model: nn.Module, kinds: Any) -> dict[str, nn.Module]:
+    """Return the modules of these kinds by name; a shared one has all of its names."""
     return {name: each for name, each in model.named_modules(remove_duplicate=False) if isinstance(each, kinds)}
 
 
@@ -156,11 +156,13 @@ def models_in(module: nn.Module) -> list[PreTrainedModel]:
 
 
 def method_of(config: PreTrainedConfig) -> str | None:
+    """Return the method that quantises a model of this configuration, "flashmhf" for a record, or None."""
     found = getattr(config, "quantization_config", None)
     return found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
 
 
 def guard(config: PreTrainedConfig, on: bool) -> None:
+    """Put GUARD among a configuration's fusions, or take it away: transformers alone refuses an unknown one."""
     fusions = config.__dict__.pop("fusion_config", None) or {}
     others = {name: options for name, options in fusions.items() if name != GUARD}
     if on or others:

@@ -36,9 +36,8 @@ def param_groups(
             says; without it the linear layers with as many output features as the largest embedding has rows.
 
     Returns groups with "params", "lr", "lr_scale", "weight_decay", and "muon" if asked for. Raises TypeError if
-    ``model`` is not a module or a rate is not a number, ValueError for a negative rate, a projection_rate of 0, a
-    model within FullyShardedDataParallel, and where it cannot tell an output layer from another and ``outputs`` must be
-    given.
+    ``model`` is not a module or a rate is not a number, ValueError for a negative rate, a projection_rate of 0, a model
+    with FullyShardedDataParallel, and without ``outputs`` where the output layer cannot be told from others.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
