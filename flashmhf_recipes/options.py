@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import json
 import math
 import os
 import types
@@ -33,18 +34,20 @@ MICRO_BATCH = 8
 _HELD = {name: name for name in ("learning_rate", "weight_decay", "seed")}
 _HELD |= {"output_dir": "output", "max_steps": "steps", "torch_compile": "compile", "logging_steps": "log_every"}
 _HELD |= {"gradient_checkpointing": "checkpointing", "save_steps": "save_every", "eval_steps": "eval_every"}
-# All that a run decides by itself, and the options by which: the other settings are transformers' own.
-DECIDED = _HELD | {
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), "micro_batch"),
-    **dict.fromkeys(("gradient_accumulation_steps", "auto_find_batch_size"), "batch and micro_batch"),
-    **dict.fromkeys(("warmup_steps", "warmup_ratio"), "warmup"),
-    **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), "precision"),
-    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config"), "tp and dp_shard"),
-    **{"num_train_epochs": "steps", "data_seed": "seed", "use_cpu": "device", "save_total_limit": "keep"},
-    **dict.fromkeys(("dataloader_num_workers", "dataloader_persistent_workers"), "data without workers"),
-    "dataloader_prefetch_factor": "data without workers",
-    **{"eval_strategy": "eval_fraction", "load_best_model_at_end": "init_from with the checkpoint that is best"},
+# All that a run decides by itself or has no use for, by the options that decide it: the others are transformers' own.
+_BY = {
+    "micro_batch": "per_device_train_batch_size per_device_eval_batch_size",
+    "batch and micro_batch": "gradient_accumulation_steps auto_find_batch_size dataloader_drop_last accelerator_config",
+    "data without workers": "dataloader_num_workers dataloader_persistent_workers dataloader_prefetch_factor",
+    "data and seed": "data_seed train_sampling_strategy length_column_name ignore_data_skip label_names",
+    "eval_fraction": "eval_strategy do_eval prediction_loss_only batch_eval_metrics",
+    "init_from with the checkpoint that is best": "load_best_model_at_end metric_for_best_model greater_is_better",
+    "keep, of checkpoints that a run resumes": "save_total_limit save_only_model resume_from_checkpoint",
+    "precision": "bf16 fp16 bf16_full_eval fp16_full_eval",
+    "tp and dp_shard": "fsdp fsdp_config deepspeed parallelism_config",
+    **{"steps": "num_train_epochs", "warmup": "warmup_steps warmup_ratio", "device": "use_cpu"},
 }
+DECIDED = _HELD | {name: option for option, names in _BY.items() for name in names.split()}
 # What `accelerate launch` puts into the environment, and the options that a run has instead.
 _ACCELERATES = dict.fromkeys(("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"), "tp and dp_shard")
 _ACCELERATES = {f"ACCELERATE_USE_{name}": option for name, option in _ACCELERATES.items()}
@@ -59,7 +62,7 @@ _RANGES = {
     "learning_rate": ("finite numbers above 0", lambda x: 0 < x < math.inf),
     "min_learning_rate": ("finite numbers from 0 on", lambda x: 0 <= x < math.inf),
     "length": ("integers from 2 on, a token and the next", lambda x: x is None or (isinstance(x, int) and x >= 2)),
-    "warmup": ("a share of the steps below 1, or steps from 1 on", lambda x: 0 <= x < math.inf),
+    "warmup": ("a share below 1, or whole steps", lambda x: 0 <= x < 1 or (x > 0 and float(x).is_integer())),
     "weight_decay": ("finite numbers from 0 on", lambda x: 0 <= x < math.inf),
     "eval_fraction": ("numbers from 0 on and below 1", lambda x: 0 <= x < 1),
     "seed": ("integers from 0 to 2^32 - 1", lambda x: isinstance(x, int) and 0 <= x < 1 << 32),
@@ -71,7 +74,9 @@ def _range_of(kind: Any) -> tuple[str, Callable[[Any], bool]]:
     """Return the same for options of a type that are not in the table. None stands for the preset's value."""
     if typing.get_origin(kind) is Literal:
         return ", ".join(typing.get_args(kind)), typing.get_args(kind).__contains__
-    return "integers from 1 on", lambda x: kind is not int or x is None or (isinstance(x, int) and x >= 1)
+    if kind is int:
+        return "integers from 1 on", lambda x: x is None or (isinstance(x, int) and x >= 1)
+    return "values that JSON has", lambda x: True
 
 
 def _option(default: object, help: str, **metadata: str) -> Any:
@@ -126,7 +131,7 @@ class Options:
     def __post_init__(self) -> None:
         if isinstance(self.data, (str, os.PathLike)):
             self.data = [self.data]
-        self.data = [os.fspath(path) for path in self.data]
+        self.data, self.output = [os.fspath(path) for path in self.data], os.fspath(self.output)
 
     def resolve(self) -> Options:
         """Return these with absolute paths and the preset's values for None. Raises OptionError for what cannot be."""
@@ -140,7 +145,7 @@ class Options:
         given = {name: getattr(self, name) for name in ("tokens", "init_from", "tokenizer")}
         resolved = replace(
             self, preset=chosen and chosen.name, ffn=None, data=[os.path.abspath(path) for path in self.data],
-            **{name: os.path.abspath(given[name]) for name in given if given[name] and Path(given[name]).exists()},
+            **{name: os.path.abspath(at) if Path(at).exists() else str(at) for name, at in given.items() if at},
             **{name: value for name, value in defaults.items() if getattr(self, name) is None},
         )  # fmt: skip
         resolved._check()
@@ -148,11 +153,14 @@ class Options:
 
     def refuse_unused(self) -> None:
         """Raise OptionError for options that others leave without effect."""
+        scheduled = [name for name in self.arguments if name.startswith("lr_scheduler")]
         unused = {
             "tokenizer": "with tokens, which have theirs" if self.tokens and not self.init_from else "",
             "text_field": "with tokens" if self.tokens else "",
             "split": "" if self.dataset else "without dataset",
-            "min_learning_rate": "with another lr_scheduler_type" if "lr_scheduler_type" in self.arguments else "",
+            "min_learning_rate": f"with {' and '.join(scheduled)}" if scheduled else "",
+            "eval_every": "" if self.eval_fraction else "without eval_fraction",
+            "param_groups": "" if self.optimizer == "adamw" else f"with optimizer {self.optimizer!r}",
         }
         for name, why in unused.items():
             if why and getattr(self, name) != getattr(Options, name):
@@ -182,8 +190,8 @@ class Options:
         for name, kind in option_types().items():
             value, (supported, holds) = getattr(self, name), _RANGES.get(name) or _range_of(kind)
             try:
-                inside = holds(value)
-            except TypeError:  # not a number
+                inside = holds(value) and bool(json.dumps(value))  # for run.json
+            except TypeError:  # not a number, or of another library
                 inside = False
             if not inside:
                 raise OptionError(f"{name} is {value!r}; supported: {supported}")
@@ -203,8 +211,11 @@ class Options:
         # a run that is stopped leaves out a held-out loss, and would choose another one
         if self.arguments.get("save_strategy") == "best":
             raise OptionError("arguments sets save_strategy to 'best'; supported: steps, epoch, no")
-        if self.optimizer != "adamw" and "optim" in self.arguments:
-            raise OptionError(f"arguments cannot set optim with optimizer {self.optimizer!r}")
+        for name in self.arguments:
+            if self.optimizer != "adamw" and name.startswith("optim"):
+                raise OptionError(f"arguments cannot set {name} with optimizer {self.optimizer!r}")
+            if max(self.tp or 1, self.dp_shard or 1) > 1 and name.startswith("torch_compile"):
+                raise OptionError(f"arguments cannot set {name} with tp or dp_shard; use compile")
         if str(self.arguments.get("optim", "")).startswith("schedule_free"):
             raise OptionError("arguments cannot set optim to a schedule-free optimizer: it saves other weights")
 

@@ -52,7 +52,7 @@ class RunTrainer(Trainer, TrainerCallback):
         if options.optimizer == "muon":
             groups = param_groups(self.model, args.learning_rate, args.weight_decay, muon=True)
             betas = args.adam_beta1, args.adam_beta2
-            self.optimizer = Muon(groups, args.learning_rate, args.weight_decay, betas=betas)
+            self.optimizer = Muon(groups, args.learning_rate, args.weight_decay, betas=betas, eps=args.adam_epsilon)
         elif options.param_groups:
             optimizer, settings = self.get_optimizer_cls_and_kwargs(args, self.model)
             if not isinstance(optimizer, type) or settings.keys() & {"params", "model", "optimizer_dict"}:

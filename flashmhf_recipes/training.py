@@ -11,7 +11,7 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -95,11 +95,10 @@ def resume(
     ``steps`` that are done, TrainingError when no checkpoint loads.
     """
     output = Path(output)
-    options = _read_run(output).resolve()
-    before, options.steps = options.steps, options.steps if steps is None else steps
-    stored = {"tp": options.tp, "dp_shard": options.dp_shard}
-    if (tp, dp_shard) != (None, None):
-        options.tp, options.dp_shard = tp, dp_shard
+    run = _read_run(output).resolve()
+    stored = {"tp": run.tp, "dp_shard": run.dp_shard}
+    layout = stored if (tp, dp_shard) == (None, None) else {"tp": tp, "dp_shard": dp_shard}
+    options = replace(run, steps=run.steps if steps is None else steps, **layout).resolve()
     arguments = training_arguments(options)
     with StopSignals() as signals, _locked(output):
         with arguments.main_process_first(local=False, desc="looking for checkpoints"):
@@ -115,8 +114,8 @@ def resume(
             metrics.keep_rows(output, done)
             if options.steps > done:  # without the shorter run's finished model, the last checkpoint is the run's model
                 (output / "config.json").unlink(missing_ok=True)
-            if options.steps != before:
-                _warn_of_steps(arguments, done, before, options.steps)
+            if options.steps != run.steps:
+                _warn_of_steps(arguments, done, run.steps, options.steps)
                 checkpoints.write_whole(output / RUN, json.dumps(asdict(options) | stored, indent=1) + "\n")
         return _train(options, arguments, bar, callbacks, signals, checkpoint)
 

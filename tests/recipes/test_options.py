@@ -8,7 +8,9 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -35,7 +37,7 @@ def test_what_a_run_does_not_decide_is_passed_on_as_it_is():
 @pytest.mark.parametrize("name", module.DECIDED)
 def test_what_a_run_decides_is_refused_and_names_the_option(name):
     option = module.DECIDED[name]
-    assert {field.name for field in dataclasses.fields(Options)} & set(option.split())
+    assert {field.name for field in dataclasses.fields(Options)} & set(re.findall(r"\w+", option))
     with pytest.raises(ValueError, match=f"^arguments cannot set {name}; use {option}$"):
         resolved(arguments={name: 1})
 
@@ -75,10 +77,13 @@ def test_presets_and_networks_combine(settings, name):
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"arguments": {"adam_epsilom": 1}}, "arguments cannot set adam_epsilom; did you mean adam_epsilon?"),
-    ({"arguments": {"nosuch": 1}}, "arguments cannot set nosuch; supported: accelerator_config, "),
+    ({"arguments": {"nosuch": 1}}, "arguments cannot set nosuch; supported: activation_checkpointing, "),
     ({"arguments": {"optim": "schedule_free_adamw"}}, "cannot set optim to a schedule-free optimizer"),
     ({"arguments": {"save_strategy": "best"}}, "arguments sets save_strategy to 'best'; supported: steps, epoch, no"),
-    ({"optimizer": "muon", "arguments": {"optim": "adafactor"}}, "cannot set optim with optimizer 'muon'"),
+    *(({"optimizer": "muon", "arguments": {name: "x"}}, f"cannot set {name} with optimizer 'muon'")
+      for name in ("optim", "optim_args")),
+    ({"dp_shard": 2, "arguments": {"torch_compile_mode": "max-autotune"}}, "mode with tp or dp_shard; use compile"),
+    ({"model": {"dtype": torch.float32}}, r"model is .*torch.float32.*; supported: values that JSON has"),
     ({"optimizer": "lion"}, "optimizer is 'lion'; supported: adamw, muon"),
     ({"precision": "fp8"}, "precision is 'fp8'; supported: auto, bf16, fp32"),
     ({"device": "tpu"}, "device is 'tpu'; supported: auto, cpu, cuda"),
@@ -107,6 +112,9 @@ def test_presets_and_networks_combine(settings, name):
     ({"split": "test"}, "split is 'test', which has no effect without dataset"),
     ({"min_learning_rate": 1e-4, "arguments": {"lr_scheduler_type": "linear"}},
      "min_learning_rate is 0.0001, which has no effect"),
+    ({"min_learning_rate": 1e-6, "arguments": {"lr_scheduler_kwargs": {"min_lr": 0}}}, "no effect with lr_scheduler_k"),
+    ({"eval_every": 5}, "eval_every is 5, which has no effect without eval_fraction"),
+    ({"optimizer": "muon", "param_groups": False}, "param_groups is False, which has no effect with optimizer 'muon'"),
 ])  # fmt: skip
 def test_refused_settings(settings, message, tmp_path, monkeypatch):
     """All of them before anything is written, also where transformers would refuse them in the middle of a start."""
@@ -123,9 +131,9 @@ COUNTS = ("vocab_size", "length", "batch", "micro_batch", "steps", "eval_every",
 @pytest.mark.parametrize(("name", "values"), [
     *((name, (0, -3, 2.5, "5")) for name in COUNTS),
     ("length", (1,)),
-    ("learning_rate", (0.0, math.inf, math.nan, "high")),
+    ("learning_rate", (0.0, math.inf, math.nan, "high", np.float32(1e-3))),
     ("min_learning_rate", (-1e-5, math.nan, "low")),
-    ("warmup", (-1.0, math.nan, math.inf, "long")),
+    ("warmup", (-1.0, 2.9, math.nan, math.inf, "long")),
     ("weight_decay", (-0.1, math.nan, math.inf)),
     ("eval_fraction", (-0.1, 1.0, math.nan)),
     ("seed", (-1, 1 << 32, 0.5)),

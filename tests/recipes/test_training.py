@@ -192,7 +192,7 @@ def test_a_smoothed_loss_is_of_the_next_token(text, tmp_path):
 @pytest.mark.parametrize(("settings", "decays", "ratios"), [
     ({"ffn": "flashmhf"}, [0.3, 1.0, 0.0], [1, 0.3, 1]),
     ({"ffn": "swiglu", "param_groups": False}, [0.3, 0.0], [1, 1]),
-    ({"ffn": "flashmhf", "optimizer": "muon"}, [0.3, 0.3, 0.3, 0.0], [1, 1, 1, 1]),
+    ({"optimizer": "muon", "arguments": {"adam_epsilon": 1e-6}}, [0.3, 0.3, 0.3, 0.0], [1, 1, 1, 1]),
 ])  # fmt: skip
 def test_groups_of_the_optimizer_and_its_resumption(settings, decays, ratios, text, tmp_path):
     """param_groups' rates, decays and schedule reach the optimizer; without them there are transformers' two groups. A
@@ -202,7 +202,7 @@ def test_groups_of_the_optimizer_and_its_resumption(settings, decays, ratios, te
     def note(optimizer, **_):
         if "optimizer" in settings:  # in accelerate's wrapper
             assert isinstance(optimizer.optimizer, flashmhf.Muon)
-            assert {group["muon"] for group in optimizer.param_groups} == {True, False}
+            assert {(group["muon"], group["eps"]) for group in optimizer.param_groups} == {(True, 1e-6), (False, 1e-6)}
         seen.append([(group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
 
     settings = settings | dict(steps=4, warmup=1, learning_rate=2e-3, weight_decay=0.3, save_every=2)
