@@ -75,8 +75,8 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
     default device. ``prefix`` stands before names in messages. Parameters are divided as ``SHARDED`` of the class says,
     buffers become parameters, and all get a ``weight_loader(parameter, whole)``, which takes a checkpoint's tensors.
 
-    Raises ValueError if the ranks do not divide the heads and for weights that are sharded, offloaded, parametrised or
-    held by an adapter, TypeError for another network, NotImplementedError for skip_linear=True.
+    Raises ValueError if the ranks do not divide the heads and for weights that are sharded already, offloaded,
+    parametrised or held by an adapter, TypeError for another network, NotImplementedError for skip_linear=True.
     """
     if not isinstance(network, _NETWORKS):
         supported = ", ".join(kind.__name__ for kind in _NETWORKS)
@@ -85,9 +85,11 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
         raise NotImplementedError("skip_linear is True; supported: False")
     check_held("", network, empty=True)
     check_whole("", network)
+    if any(hasattr(parameter, "weight_loader") for parameter in network.parameters()):
+        raise ValueError("network is one rank's part already; supported: whole networks, such as a copy for each rank")
     keys = network.k8 if hasattr(network, "k8") else network.k
-    for count, total in {"num_heads": network.num_heads, "num_kv_heads": len(keys)}.items():
-        setattr(network, count, rank.of(count, total))
+    counts = {"num_heads": network.num_heads, "num_kv_heads": len(keys)}
+    vars(network).update({name: rank.of(name, count) for name, count in counts.items()})
     for name, whole in [*network.named_parameters(), *network.named_buffers()]:
         part = _part(name, whole.detach(), rank, network.SHARDED)
         local = torch.empty(part.shape, dtype=part.dtype) if whole.is_meta else part.clone()
@@ -98,5 +100,5 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
         parameter = nn.Parameter(local, requires_grad=False)
         owner.register_parameter(attribute, _loadable(parameter, prefix + name, take, whole.shape))
     if rank.size > 1:
-        network.register_forward_hook(lambda module, args, y: rank.all_reduce(y))
+        network.register_forward_hook(lambda module, args, y: rank.all_reduce(y), prepend=True)  # others see the sum
     return network

@@ -58,6 +58,13 @@ def test_shards_sum_to_the_network(name, size):
     assert held < total / size * 1.01 + 3 * D_MODEL
 
 
+def test_hooks_of_the_network_see_the_sum():
+    whole, seen = network("flashmhf"), []
+    whole.register_forward_hook(lambda module, args, y: seen.append(y))
+    y = shard(whole, Rank(0, 2, torch.zeros_like))(torch.randn(3, D_MODEL))
+    assert torch.equal(seen[0], y)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_checkpoint_of_the_whole_network_loads_into_every_rank(name):
     whole = network(name)
@@ -85,9 +92,14 @@ def test_a_checkpoint_of_the_whole_network_loads_into_every_rank(name):
 
 
 def test_refusals():
+    grouped = network("grouped")
     for rank, name in ((Rank(0, 3, lambda y: y), "num_heads is 4"), (Rank(0, 4, lambda y: y), "num_kv_heads is 2")):
         with pytest.raises(ValueError, match=f"{name}; supported: multiples of the tensor-parallel size {rank.size}"):
-            shard(network("grouped"), rank)
+            shard(grouped, rank)
+        assert grouped.num_heads == 4
+    part = shard(grouped, Rank(0, 2, lambda y: y))
+    with pytest.raises(ValueError, match="network is one rank's part already; supported: whole networks"):
+        shard(part, rank)  # half of the half, summed twice
     with pytest.raises(NotImplementedError, match="skip_linear is True; supported: False"):
         shard(flashmhf.MHFFN(64, 4, 32, skip_linear=True), rank)
     with pytest.raises(TypeError, match="network is a SwiGLU; supported: FlashMHF, "):
