@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 
 import flashmhf
 from flashmhf import distributed, quantize
@@ -72,6 +72,12 @@ WAYS = {  # what is done, the message after the network's name, and the function
     "parametrised": (lambda model, _: parametrize.register_parametrization(model[1], "k", nn.Identity()),
      "{name} has parametrised weights; .*remove_parametrizations", NOT_FLASHMHF),
     "with a parametrised part": (lambda model, part: parametrizations.weight_norm(model[1].get_submodule(part)),
+     "{path} has parametrised weights; .*remove_parametrizations", set()),
+    "pruned": (lambda model, _: prune.l1_unstructured(model[1], "k", 0.3),
+     "{name} has parametrised weights; .*prune.remove", NOT_FLASHMHF),
+    "with a pruned part": (lambda model, part: prune.l1_unstructured(model[1].get_submodule(part), "weight", 0.3),
+     "{path} has parametrised weights; .*prune.remove", set()),
+    "with an older norm": (lambda model, part: weight_norm(model[1].get_submodule(part)),
      "{path} has parametrised weights; .*remove_parametrizations", set()),
     "adapted": (adapted, r"{name}(\.base_layer)? is held by an adapter; .*merge_and_unload", NOT_FLASHMHF | OF_ONE),
     "wrapped": (wrapped, "1 is a DistributedDataParallel; supported: the model before it is wrapped",

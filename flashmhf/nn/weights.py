@@ -12,7 +12,7 @@ _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 def check_held(name: str, module: nn.Module, empty: bool = False, offloaded: bool = False) -> None:
     """Raise ValueError, with the way out, unless ``module`` itself holds the values of its weights.
 
-    Refused are modules that are, or have a part that is, parametrised or held by an adapter (PEFT), those that
+    Refused are modules that are, or have a part that is, parametrised, pruned or held by an adapter (PEFT), those that
     accelerate offloads unless ``offloaded``, those on the meta device unless ``empty``. ``name``: within its model.
     """
     shown = name or type(module).__name__
@@ -20,8 +20,10 @@ def check_held(name: str, module: nn.Module, empty: bool = False, offloaded: boo
     for part, each in parts:
         if part.rpartition(".")[2] == "base_layer" or hasattr(each, "base_layer"):
             raise ValueError(f"{part} is held by an adapter; supported: modules without, as after merge_and_unload()")
-        if hasattr(each, "parametrizations"):
-            supported = "plain parameters, as after torch.nn.utils.parametrize.remove_parametrizations"
+        # pruning and the older norms of torch.nn.utils leave what they compute beside the parameters
+        computed = any(f"{key}{end}" in each._parameters for key in vars(each) for end in ("_orig", "_g"))
+        if computed or hasattr(each, "parametrizations"):
+            supported = "plain parameters, as after torch.nn.utils.parametrize.remove_parametrizations or prune.remove"
             raise ValueError(f"{part} has parametrised weights; supported: {supported}")
         if not offloaded and getattr(getattr(each, "_hf_hook", None), "offload", False):
             raise ValueError(f"{shown} is offloaded; supported: models loaded without offloading (device_map)")
