@@ -54,7 +54,7 @@ def param_groups(
     rates["undecayed"] = 1.0, 0.0
     projections = _parameters_of(model, FlashMHF, "in_proj", "out_proj")
     norms = _parameters_of(model, MultiHead, "q_norm")
-    vocabulary = vocabulary_weights(model, outputs) if muon else set()
+    vocabulary = vocabulary_weights(model, outputs) if checks.flag("muon", muon) else set()
     groups: dict[tuple[str, bool], list[Tensor]] = {(kind, matrix): [] for kind in rates for matrix in (False, True)}
     for parameter in filter(lambda each: each.requires_grad, model.parameters()):
         if parameter.dim() < 2 or id(parameter) in norms:
@@ -75,30 +75,35 @@ def _parameters_of(model: nn.Module, kind: type[nn.Module], *parts: str) -> set[
     """Return the ids of the parameters of these parts of all networks of a kind."""
     networks = (module for module in model.modules() if isinstance(module, kind))
     found = (getattr(network, part, None) for network in networks for part in parts)
-    return {id(parameter) for part in found if part is not None for parameter in part.parameters()}
+    return set().union(*(_ids(part) for part in found if part is not None))
+
+
+def _ids(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters()}
 
 
 def vocabulary_weights(model: nn.Module, outputs: Iterable[nn.Module] | None = None) -> set[int]:
     """Return the ids of the weights of embeddings and output layers: see ``outputs`` of :func:`param_groups`."""
     modules = dict(model.named_modules())
     embeddings = [module for module in modules.values() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    found = {id(module.weight) for module in embeddings}
+    found = set().union(*map(_ids, embeddings))
     if outputs is None:
         ways = [getattr(module, "get_output_embeddings", None) for module in modules.values()]
         outputs = [module for module in (way() for way in ways if way) if module is not None]
         if not outputs and not hasattr(model, "get_output_embeddings"):
             sizes = {module.num_embeddings for module in embeddings}
             own = {part for module in modules.values() if isinstance(module, Network) for part in module.modules()}
-            linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
-            linears = {name: module for name, module in linears.items() if module not in own}
-            alike = {n: m for n, m in linears.items() if m.out_features in sizes and id(m.weight) not in found}
+            linears = {n: m for n, m in modules.items() if isinstance(m, nn.Linear) and m not in own}
+            alike = {n: m for n, m in linears.items() if m.out_features in sizes and not found & _ids(m)}
             # learned positions are often as many as a model is wide
             unsure = [n for n, m in alike.items() if m.out_features != max(sizes) or m.out_features == m.in_features]
             if unsure:
                 reason = f"{', '.join(unsure)} may be an output layer: an embedding has as many rows"
                 raise ValueError(f"outputs is None, and {reason}; supported: a list of the output layers")
             outputs = alike.values()
-    for module in outputs:
-        checks.instance("outputs", module, nn.Module, "torch.nn.Modules")
-        found |= {id(parameter) for parameter in module.parameters()}
-    return found
+    for module in checks.instance("outputs", outputs, Iterable, "a list of torch.nn.Modules"):
+        found |= _ids(checks.instance("outputs", module, nn.Module, "torch.nn.Modules"))
+    if not found <= _ids(model):
+        raise ValueError("outputs has weights that model has not; supported: parts of model, not of a copy")
+    adapted = (module for module in modules.values() if hasattr(module, "base_layer"))
+    return found.union(*(_ids(module) for module in adapted if found & _ids(module.base_layer)))

@@ -8,6 +8,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import flashmhf
 
@@ -77,6 +78,28 @@ def test_groups_of_a_model():
     assert not matrices_of(nn.EmbeddingBag(100, 64))
 
 
+def parametrised(model: nn.Module) -> None:
+    for part in (model.embedding, model.head):
+        nn.utils.parametrizations.weight_norm(part)
+
+
+def pruned(model: nn.Module) -> None:
+    for part in (model.embedding, model.head):
+        prune.l1_unstructured(part, "weight", 0.2)
+
+
+def adapted(model: nn.Module) -> None:
+    peft = pytest.importorskip("peft")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["embedding", "head"]), model)
+
+
+@pytest.mark.parametrize("change", [parametrised, pruned, adapted])
+def test_what_makes_up_an_embedding_or_output_layer_is_for_adamw(change):
+    model = make_model()
+    change(model)
+    assert matrices_of(model) <= {f"ffn.{name}" for name, _ in model.ffn.named_parameters()}
+
+
 def test_a_model_as_wide_as_its_vocabulary_says_what_its_output_layer_is():
     """Models of bytes: every square projection has as many outputs as the embedding has rows."""
     model = nn.Sequential(nn.Embedding(64, 64), flashmhf.FlashMHF(64, 2, 2, 16), nn.Linear(64, 64), nn.Linear(64, 64))
@@ -114,8 +137,13 @@ def test_a_models_depth_does_not_decide_what_an_output_layer_is(layers, inside):
     model.head.weight = model.embedding.weight
     model.positions = nn.Embedding(100, 64)
     assert matrices(model) == expected
-    with pytest.raises(TypeError, match="outputs must be torch.nn.Modules"):
-        matrices(model, outputs=["head"])
+    for wrong, message in ((["head"], "torch.nn.Modules, got str"), (model.head, "a list of .* got Linear")):
+        with pytest.raises(TypeError, match=f"outputs must be {message}"):
+            matrices(model, outputs=wrong)
+    with pytest.raises(ValueError, match="outputs has weights that model has not; supported: parts of model"):
+        matrices(model, outputs=[copy.deepcopy(model.head)])
+    with pytest.raises(TypeError, match="muon must be a bool, got str"):
+        flashmhf.param_groups(model, 1.0, 0.1, muon="no")
 
 
 def from_state_dict(pair: tuple[nn.Module, flashmhf.Muon]) -> tuple[nn.Module, flashmhf.Muon]:
