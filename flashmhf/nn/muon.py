@@ -204,7 +204,7 @@ class Muon(torch.optim.Optimizer):
         updates = _orthogonalise_shards(torch.stack(directions), parameters[0])
         weights, shape = [_local(parameter) for parameter in parameters], parameters[0].shape
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        updates, scale = updates.to(weights[0].dtype), group["lr"] * RMS * max(shape[-2:]) ** 0.5
+        updates, scale = updates.to(weights[0]), group["lr"] * RMS * max(shape[-2:]) ** 0.5
         if isinstance(scale, Tensor):  # alpha is a number
             updates, scale = updates * scale, 1.0
         torch._foreach_sub_(weights, list(updates.unbind()), alpha=scale)
