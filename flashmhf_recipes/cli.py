@@ -109,7 +109,8 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
     import flashmhf
     from flashmhf import extras
 
-    from . import first_run
+    from .first_run import accuracy, language_models, report, speed
+    from .first_run.clock import Clock
 
     parser.add_argument("--version", action="version", version=f"flashmhf {flashmhf.__version__}")
     parser.add_argument("--text", metavar="FILE", help="text to train on (the Python standard library's own source)")
@@ -121,23 +122,23 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
         place = "options come after the command" if late else f"commands: {', '.join(COMMANDS)}"
         raise OptionError(f"{unknown[0]} is not an option or a command; {place}")
     picture = Path("flashmhf_report.png")
-    text = first_run.training_text(args.text)
+    text = language_models.training_text(args.text)
     if not _writable(picture.parent) or not _writable(picture):
         raise OptionError(f"{picture} cannot be written in {Path.cwd()}")
-    setting = first_run.setting_of(chosen_device(args.device))
-    clock = first_run.Clock(LIMIT, STARTED)
-    print(f"{first_run.shows(setting.device)}\n", flush=True)
-    accuracies = _collected(first_run.check(setting.device, clock=clock), "check against float64")
-    measurements, trained = _collected(first_run.compare(setting, clock), "time and memory"), {}
+    setting = speed.setting_of(chosen_device(args.device))
+    clock = Clock(LIMIT, STARTED)
+    print(f"{report.shows(setting.device)}\n", flush=True)
+    accuracies = _collected(accuracy.check(setting.device, clock=clock), "check against float64")
+    measurements, trained = _collected(speed.compare(setting, clock), "time and memory"), {}
     try:
-        trained = first_run.train(text, setting.device, args.steps, bar=True, clock=clock)
+        trained = language_models.train(text, setting.device, args.steps, bar=True, clock=clock)
     except ModuleNotFoundError as error:
         if (note := extras.advice("the language model", error.name)) is None:
             raise
         print(f"{note}\n")
-    drawn = bool(measurements or trained) and first_run.picture(picture, setting, measurements, trained)
+    drawn = bool(measurements or trained) and report.picture(picture, setting, measurements, trained)
     source = Path(args.text).name if args.text else "Python's standard library"
-    print(first_run.table(setting, accuracies, measurements, trained, source))
+    print(report.table(setting, accuracies, measurements, trained, source))
     for what in clock.left_out:
         print(f"left out, to end within three minutes: {what}")
     print(f"\n{f'picture: {picture.resolve()}; ' if drawn else ''}this took {time.monotonic() - STARTED:.0f} s")
@@ -163,17 +164,17 @@ def _check(parser: Parser, arguments: list[str]) -> int:
 
     from flashmhf import backends
 
-    from . import first_run
+    from .first_run import accuracy, report
 
     _add_device(parser)
     parser.add_argument("--backend", choices=tuple(backends.BACKENDS), help="the only one to check (every usable one)")
     args = parser.parse_args(arguments)
     device = chosen_device(args.device)
-    accuracies = _collected(first_run.check(device, backend=args.backend), "check against float64")
+    accuracies = _collected(accuracy.check(device, backend=args.backend), "check against float64")
     if not accuracies:
         reason = backends.BACKENDS[args.backend].why_not(device, torch.float32, d_h=128, d_e=384)
         raise OptionError(f"back end {args.backend} cannot run: {reason}")
-    print(first_run.check_table(accuracies))
+    print(report.check_table(accuracies))
     return _verdict(accuracies)
 
 

@@ -21,7 +21,9 @@ from lm_runs import ROOT, environment, interrupt
 from flashmhf import backends
 from flashmhf.models import FlashMHFForCausalLM
 from flashmhf.models.presets import PRESETS, SCALES
-from flashmhf_recipes import cli, first_run, tokenizer, training
+from flashmhf_recipes import cli, tokenizer, training
+from flashmhf_recipes.first_run import accuracy, language_models, report, speed
+from flashmhf_recipes.first_run.clock import Clock
 from flashmhf_recipes.options import Options, empty_model
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -30,12 +32,12 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 @pytest.fixture
 def small(monkeypatch):
     """Sizes at which the whole command takes a second."""
-    setting = first_run.Setting(torch.device("cpu"), torch.float32, 64, 2, 2, 32, 1, (16, 32), 1, (1, 1))
-    monkeypatch.setattr(first_run, "setting_of", lambda device: setting)
+    setting = speed.Setting(torch.device("cpu"), torch.float32, 64, 2, 2, 32, 1, (16, 32), 1, (1, 1))
+    monkeypatch.setattr(speed, "setting_of", lambda device: setting)
     sizes = {"SwiGLU": SMALL, "FlashMHF": SMALL | {"ffn_num_heads": 2, "ffn_num_subnets": 2}}
-    monkeypatch.setitem(first_run.SIZES, "cpu", sizes)
-    monkeypatch.setitem(first_run.BUDGETS, "cpu", {"length": 16, "batch": 2, "steps": 4})
-    monkeypatch.setattr(first_run, "FEWEST_STEPS", 2)
+    monkeypatch.setitem(language_models.SIZES, "cpu", sizes)
+    monkeypatch.setitem(language_models.BUDGETS, "cpu", {"length": 16, "batch": 2, "steps": 4})
+    monkeypatch.setattr(language_models, "FEWEST_STEPS", 2)
     monkeypatch.setattr(cli, "STARTED", time.monotonic())
     return setting
 
@@ -51,9 +53,9 @@ def test_the_whole_command(small, text, tmp_path, monkeypatch, capsys):
 
 def test_what_there_is_no_time_for_is_left_out_and_named(small, text):
     """Whatever the machine: the command ends in time."""
-    cpu, past = small.device, first_run.Clock(165.0, time.monotonic() - 1000)
-    assert not [*first_run.check(cpu, clock=past), *first_run.compare(small, past)]
-    assert not first_run.train(text.read_bytes(), cpu, clock=past)
+    cpu, past = small.device, Clock(165.0, time.monotonic() - 1000)
+    assert not [*accuracy.check(cpu, clock=past), *speed.compare(small, past)]
+    assert not language_models.train(text.read_bytes(), cpu, clock=past)
     kinds = [f"the check of eager in {dtype}" for dtype in ("float32", "bfloat16", "float16")]
     models = "the language models: there is time for 0 steps of each"
     assert past.left_out == [*kinds, "lengths from 16 on", models]
@@ -69,7 +71,7 @@ def test_what_there_is_no_time_for_is_left_out_and_named(small, text):
 def test_training_ends_by_the_clock(first, later, steps, small, text, monkeypatch):
     """Also on a machine that becomes slower while it trains; each model has its held-out loss, and what is left out is
     named."""
-    monkeypatch.setitem(first_run.BUDGETS, "cpu", {"length": 16, "batch": 2, "steps": 24})
+    monkeypatch.setitem(language_models.BUDGETS, "cpu", {"length": 16, "batch": 2, "steps": 24})
     now, passes, forward = [0.0], [], FlashMHFForCausalLM.forward
 
     def timed(self, *args, **kwargs):
@@ -81,20 +83,20 @@ def test_training_ends_by_the_clock(first, later, steps, small, text, monkeypatc
     monkeypatch.setattr(FlashMHFForCausalLM, "forward", timed)
     for name in ("monotonic", "perf_counter"):
         monkeypatch.setattr(time, name, lambda: now[0])
-    clock = first_run.Clock(200.0)
-    models = first_run.train(text.read_bytes(), small.device, clock=clock)
+    clock = Clock(200.0)
+    models = language_models.train(text.read_bytes(), small.device, clock=clock)
     assert [len(model.losses) for model in models.values()] == steps and clock.left() >= 0
     assert all(0 < model.held_out < math.inf for model in models.values())
     assert clock.left_out == ([] if min(steps) == 24 else [f"{24 - min(steps)} of 24 steps of the language models"])
     label = " and ".join(map(str, dict.fromkeys(steps)))
-    assert f"held-out loss after {label} steps" in first_run.table(small, trained=models)
+    assert f"held-out loss after {label} steps" in report.table(small, trained=models)
 
 
 def test_without_the_extra_the_rest_runs_and_a_failed_check_is_an_error(small, text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "transformers.utils", None)
-    wrong = first_run.Accuracy("eager", torch.float32, "dq", math.nan, 4e-7, 5e-7)
-    monkeypatch.setattr(first_run, "check", lambda device, backend=None, clock=None: iter([wrong]))
+    wrong = accuracy.Accuracy("eager", torch.float32, "dq", math.nan, 4e-7, 5e-7)
+    monkeypatch.setattr(accuracy, "check", lambda device, backend=None, clock=None: iter([wrong]))
     assert cli.main(["--device", "cpu", "--text", str(text)]) == 1
     captured = capsys.readouterr()
     assert "the language model needs transformers: pip install 'flashmhf[lm]'" in captured.out
@@ -103,8 +105,8 @@ def test_without_the_extra_the_rest_runs_and_a_failed_check_is_an_error(small, t
 
 
 def test_language_models_learn(small, text, monkeypatch):
-    monkeypatch.setitem(first_run.BUDGETS, "cpu", {"length": 32, "batch": 4, "steps": 40})
-    for model in first_run.train(text.read_bytes(), small.device, 40).values():
+    monkeypatch.setitem(language_models.BUDGETS, "cpu", {"length": 32, "batch": 4, "steps": 40})
+    for model in language_models.train(text.read_bytes(), small.device, 40).values():
         assert len(model.losses) == 40 and model.losses[0] > math.log(257) - 0.2
         assert max(model.losses[-1], model.held_out) < 4 and model.step_s > 0
 
@@ -112,12 +114,14 @@ def test_language_models_learn(small, text, monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_equal_parameters(device):
     """Of the layers that are timed, and of the language models."""
-    setting = replace(first_run.setting_of(torch.device(device)), device=torch.device("cpu"))
-    made = first_run.modules(setting, device="meta").values()
+    setting = replace(speed.setting_of(torch.device(device)), device=torch.device("cpu"))
+    made = speed.modules(setting, device="meta").values()
     counts = [layers * sum(p.numel() for p in module().parameters()) for layers, module in made]
     assert max(counts) / min(counts) < 1.01
     common = {"preset": "tiny", "data": ["x"], "vocab_size": 258}
-    runs = (Options("x", ffn=name.lower(), model=sizes, **common) for name, sizes in first_run.SIZES[device].items())
+    runs = (
+        Options("x", ffn=name.lower(), model=sizes, **common) for name, sizes in language_models.SIZES[device].items()
+    )
     counts = [sum(p.numel() for p in empty_model(run.resolve()).parameters()) for run in runs]
     assert max(counts) / min(counts) < 1.03
 
@@ -134,9 +138,9 @@ def test_what_a_command_writes_must_be_writable(text, tmp_path, monkeypatch, cap
 
 
 def test_default_text_is_the_standard_library():
-    text = first_run.training_text(None)
+    text = language_models.training_text(None)
     assert len(text) > 1_000_000 and b"import" in text
-    assert text == first_run.training_text(None)
+    assert text == language_models.training_text(None)
 
 
 MISTAKES = {
@@ -178,7 +182,7 @@ def test_every_mistake_is_one_line_with_status_2(arguments, tmp_path, monkeypatc
 
 
 def test_interruption_is_short(monkeypatch, capsys):
-    monkeypatch.setattr(first_run, "check", interrupt)
+    monkeypatch.setattr(accuracy, "check", interrupt)
     assert cli.main(["check", "--device", "cpu"]) == 130
     assert "interrupted" in capsys.readouterr().err
 
@@ -227,9 +231,9 @@ def test_info_and_what_is_set_before_torch_and_matplotlib_are_imported():
 
 def test_what_did_not_fit_or_cannot_be_drawn(small, tmp_path, caplog):
     """A network that ran out of memory is nan in the table; a picture that cannot be drawn is a warning."""
-    measurements = [first_run.Measurement(name, 1, 16, *[math.nan] * 4) for name in first_run.modules(small)]
-    assert "nan" in first_run.table(small, measurements=measurements)
-    assert not first_run.picture(tmp_path / "nothing" / "x.png", small, measurements, {})
+    measurements = [speed.Measurement(name, 1, 16, *[math.nan] * 4) for name in speed.modules(small)]
+    assert "nan" in report.table(small, measurements=measurements)
+    assert not report.picture(tmp_path / "nothing" / "x.png", small, measurements, {})
     assert ["was not drawn" in record.message for record in caplog.records] == [True]
 
 

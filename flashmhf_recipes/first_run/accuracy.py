@@ -1,0 +1,54 @@
+"""Errors of output and gradients against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from flashmhf import backends, testing
+from flashmhf.ops import mix as ops
+
+from .clock import Clock
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Relative L2 errors against float64 of one tensor; ``plain`` is that of PyTorch code in the same precision."""
+
+    backend: str
+    dtype: torch.dtype
+    tensor: str
+    error: float
+    plain: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.limit  # false for nan
+
+    @property
+    def kind(self) -> str:
+        return f"{self.backend} {str(self.dtype).removeprefix('torch.')}"
+
+
+def check(device: torch.device, *, backend: str | None = None, clock: Clock | None = None) -> Iterator[Accuracy]:
+    """Yield errors of output and gradients, of every usable back end (or one) in every dtype, on fixed inputs."""
+    for name in backends.BACKENDS if backend is None else (backend,):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            if backends.BACKENDS[name].why_not(device, dtype, d_h=128, d_e=384) is not None:
+                continue
+            if clock and clock.left(0.25) < 0:
+                clock.left_out.append(f"the check of {name} in {str(dtype).removeprefix('torch.')}")
+                continue
+            p = testing.problem(500, 2, 128, 3, 384, dtype, device, seed=0)
+            (plain_out, exact_out), (plain_gradients, exact_gradients) = p.forward(), p.backward()
+            leaves = tuple(x.requires_grad_() for x in (*p.operands, p.r))
+            out = ops.flash_mhf(*leaves, backend=name)
+            ours = (out.detach(), *torch.autograd.grad(out, leaves, p.grad_out))
+            results = zip(ours, (plain_out, *plain_gradients), (exact_out, *exact_gradients), strict=True)
+            for tensor, (actual, plain, exact) in zip(("out", "dq", "dk", "du", "dv", "dr"), results, strict=True):
+                limit = testing.limit(plain, exact, dtype, fixed_limits=name != "eager")
+                errors = testing.relative_l2(actual, exact), testing.relative_l2(plain, exact)
+                yield Accuracy(name, dtype, tensor, *errors, limit)

@@ -1,0 +1,130 @@
+"""Small language models, FlashMHF's and SwiGLU's, trained on bytes of real text."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import statistics
+import sys
+import sysconfig
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..errors import DataError
+from .clock import Clock
+
+# Language models: bytes of real text, by the recipe of docs/quality.md (Muon, warm-up) and shapes of
+# docs/guides/sizes.md: heads of 128, three sub-networks each, five layers instead of six.
+HELD_OUT = 0.1  # the end of the text
+MINIMUM_BYTES, MAXIMUM_BYTES = 50_000, 32 << 20
+TRIAL_STEPS, FEWEST_STEPS = 4, 40
+SIZES = {
+    device: {
+        "SwiGLU": {"num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": width, "intermediate_size": swiglu},
+        "FlashMHF": {"num_hidden_layers": 5, "num_attention_heads": 4, "hidden_size": width}
+        | {"intermediate_size": flashmhf, "ffn_num_heads": width // 128, "ffn_num_subnets": 3},
+    }
+    for device, width, swiglu, flashmhf in (("cpu", 256, 512, 528), ("cuda", 512, 1536, 1632))
+}
+BUDGETS = {"cpu": {"length": 128, "batch": 8, "steps": 320}, "cuda": {"length": 512, "batch": 32, "steps": 400}}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model's parameters, the loss of every step, the held-out loss (nats a byte) and the seconds of a step."""
+
+    parameters: int
+    losses: list[float]
+    held_out: float
+    step_s: float
+
+
+def training_text(path: str | None) -> bytes:
+    """Return a text file's bytes, or the standard library's. Raises OSError, DataError for binary or short ones."""
+    data = _standard_library() if path is None else Path(path).read_bytes()
+    if b"\0" in data:
+        raise DataError(f"{path} has NUL bytes and looks like a binary file; supported: text")
+    if len(data) < MINIMUM_BYTES:
+        name = path or "the standard library"
+        raise DataError(f"{name} has {len(data):,} bytes; training and holding out need {MINIMUM_BYTES:,}")
+    return data[:MAXIMUM_BYTES]
+
+
+def _standard_library() -> bytes:
+    """Return its modules in a fixed shuffled order, so that the held-out end is like the rest."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests"}
+    files = [path for path in sorted(root.rglob("*.py")) if left_out.isdisjoint(path.relative_to(root).parts)]
+    if not files:
+        raise DataError(f"{root} has no Python sources here; name a text with --text FILE")
+    random.Random(0).shuffle(files)
+    return b"\n".join(path.read_bytes() for path in files)
+
+
+def train(
+    text: bytes, device: torch.device, steps: int | None = None, bar: bool = False, clock: Clock | None = None
+) -> dict[str, Trained]:
+    """Train each network's model on the same batches for ``steps``, or as many as there is time for (perhaps none).
+
+    A few steps of each tell how many; where the machine has become slower since, training ends by the clock.
+    """
+    clock, budgeted = clock or Clock(), steps or BUDGETS[device.type]["steps"]
+    wanted, timed = budgeted, steps is None and clock.limit < math.inf
+    if timed:
+        from .. import training  # noqa: F401 - its time is none of a run's
+
+        start, end = time.monotonic(), time.monotonic() + clock.left()
+        both = sum(_train(text, name, device, TRIAL_STEPS, TRIAL_STEPS, end).step_s for name in SIZES[device.type])
+        once = max(0.0, time.monotonic() - start - TRIAL_STEPS * both)  # of a run, without its steps
+        # a part for the held-out loss and the clock's noise; past the end, a trial may have no second step to time
+        possible = int((clock.left() - once) / (1.15 * both)) if clock.left() > 0 else 0
+        if possible < FEWEST_STEPS:
+            clock.left_out.append(f"the language models: there is time for {max(0, possible)} steps of each")
+            return {}
+        wanted = min(wanted, possible)
+    trained, at_most = {}, wanted
+    for runs_left, name in zip((2, 1), SIZES[device.type], strict=True):
+        end = time.monotonic() + clock.left() / runs_left if timed else math.inf
+        trained[name] = _train(text, name, device, wanted, at_most, end, bar)
+        at_most = len(trained[name].losses)
+    if at_most < budgeted:
+        clock.left_out.append(f"{budgeted - at_most} of {budgeted} steps of the language models")
+    return trained
+
+
+def _train(
+    text: bytes, name: str, device: torch.device, steps: int, at_most: int, end: float, bar: bool = False
+) -> Trained:
+    """Train on the schedule of ``steps``; end after ``at_most``, or so that the result is there at ``end``."""
+    from transformers.utils import logging
+
+    from .. import metrics, stopping, tokenizer, training
+
+    logging.disable_progress_bar()
+    sizes, budget = SIZES[device.type][name], BUDGETS[device.type] | {"steps": steps}
+    length = budget["length"]
+    # The paper's initializer_range of 0.02 belongs to models six to sixteen times as wide.
+    model = sizes | {"max_position_embeddings": length, "initializer_range": sizes["hidden_size"] ** -0.5}
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "text.txt"
+        wanted = int(math.prod(budget.values()) / (1 - HELD_OUT)) + length  # more would only be tokenised
+        file.write_text(text[:wanted].decode(errors="replace"), "utf-8")
+        settings = {"preset": "tiny", "ffn": name.lower(), "model": model, "data": file, "micro_batch": budget["batch"]}
+        settings |= {"optimizer": "muon", "weight_decay": 0.3, "learning_rate": 8e-3, "min_learning_rate": 8e-4}
+        settings |= {"warmup": min(60, max(1, steps // 4)), "eval_fraction": HELD_OUT, "eval_every": steps}
+        settings |= {"vocab_size": tokenizer.SMALLEST, "log_every": 1}  # no merges: a token a byte
+        settings |= {"device": "cpu" if device.type == "cpu" else "auto"}
+        settings |= {"arguments": {"report_to": [], "save_strategy": "no"}}
+        until = stopping.Until(end, at_most, batches=round(steps * HELD_OUT / (1 - HELD_OUT)))
+        with contextlib.redirect_stdout(sys.stderr):  # what a run says of itself is no part of the table
+            run = training.Options(str(Path(scratch) / "run"), **settings, **budget)
+            result = training.start(run, bar=bar, callbacks=[until])
+        rows = [row for row in metrics.read_rows(result.output) if "loss" in row]
+    speeds = [row["tokens_per_second"] for row in rows[1:] if "tokens_per_second" in row]
+    step_s = length * budget["batch"] / statistics.median(speeds) if speeds else math.nan
+    return Trained(result.parameters, [row["loss"] for row in rows], result.eval_loss, step_s)

@@ -1,0 +1,152 @@
+"""What the bare command leaves: a table on the terminal and a picture."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import flashmhf
+from flashmhf import backends
+
+from .accuracy import Accuracy
+from .language_models import Trained
+from .speed import Measurement, Setting, modules
+
+logger = logging.getLogger(__name__)
+
+COLORS = {"SwiGLU": "tab:orange", "SwiGLU compiled": "tab:red", "naive MH-FFN": "tab:gray", "FlashMHF": "tab:blue"}
+FIGURES = {
+    "forward_ms": "inference, ms",
+    "forward_mib": "peak memory at inference, MiB",
+    "step_ms": "training step, ms",
+    "step_mib": "peak memory of a training step, MiB",
+}
+
+
+def headline(setting: Setting) -> str:
+    """Return one line: version, machine, and the back end that runs there."""
+    sizes = {"d_h": setting.d_model // setting.num_heads, "d_e": setting.subnet_dim}
+    usable = (
+        name for name, module in backends.BACKENDS.items() if not module.why_not(setting.device, setting.dtype, **sizes)
+    )
+    gpu = setting.device.type == "cuda"
+    machine = torch.cuda.get_device_name(setting.device) if gpu else f"cpu, {torch.get_num_threads()} threads"
+    return f"flashmhf {flashmhf.__version__} | {machine} | torch {torch.__version__} | back end {next(usable)}"
+
+
+def shows(device: torch.device) -> str:
+    """Return what a run on ``device`` can show and what it cannot, for people."""
+    shown = "This shows whether results are right here, and time and memory of README's layers on this GPU."
+    if device.type == "cpu":
+        shown = """\
+A run on a CPU shows whether results are right, how the memory of a training step grows, and models learn.
+It says nothing of the speed on a GPU, which README.md has: the fused kernels are for CUDA GPUs, and here
+PyTorch's own operators compute FlashMHF in blocks."""
+    return f"""{shown}
+Models this small, trained so shortly, do not tell which network learns better; docs/quality.md has runs that do."""
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3f}"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return lines with the first column aligned to the left, the others to the right; an empty row is a blank one."""
+    widths = [max(len(row[i]) for row in rows if row) for i in range(len(rows[0]))]
+    lines = ((cell.rjust(widths[i]) if i else cell.ljust(widths[i]) for i, cell in enumerate(row)) for row in rows)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def check_table(accuracies: Iterable[Accuracy]) -> str:
+    """Return one row a tensor: its error, the error of PyTorch code in the same precision, the limit."""
+    rows = [("back end, dtype", "tensor", "error", "PyTorch's", "limit", "")]
+    for a in accuracies:
+        figures = (f"{value:.2e}" for value in (a.error, a.plain, a.limit))
+        rows.append((a.kind, a.tensor, *figures, "ok" if a.passed else "FAILED"))
+    return _aligned(rows)
+
+
+def table(
+    setting: Setting, accuracies: Sequence[Accuracy] = (), measurements: Sequence[Measurement] = (),
+    trained: dict[str, Trained] | None = None, text: str = "",
+) -> str:  # fmt: skip
+    """Return one column a network; blocks for errors, time and memory, and the language models on ``text``."""
+    trained, names = trained or {}, [name for name in COLORS if name in modules(setting)]
+    rows: list[tuple[str, ...]] = [("", *names)]
+
+    def add(title: str, values: dict[str, object], attribute: str) -> None:
+        rows.append((title, *(_number(getattr(values.get(name), attribute, None)) for name in names)))
+
+    for kind in dict.fromkeys(a.kind for a in accuracies):
+        worst = max((a for a in accuracies if a.kind == kind), key=lambda a: a.error / a.limit)
+        label = f"{kind}: largest error vs float64 ({worst.tensor}, limit {worst.limit:.1e})"
+        rows.append((label, *["-"] * (len(names) - 1), f"{worst.error:.1e}{'' if worst.passed else ' FAILED'}"))
+    if measurements:
+        by_tokens: dict[int, dict[str, Measurement]] = {}
+        for m in measurements:
+            by_tokens.setdefault(m.tokens, {})[m.module] = m
+        ours, theirs = setting.layers
+        layers = "one layer" if ours == theirs == 1 else f"{ours} layers, {theirs} of SwiGLU"
+        dtype = str(setting.dtype).removeprefix("torch.")
+        rows.append(())
+        add(f"{layers}, d_model {setting.d_model}, {dtype}: parameters", next(iter(by_tokens.values())), "parameters")
+        for attribute, title in FIGURES.items():
+            each = f"{title} (one layer)" if attribute.endswith("mib") and ours > 1 else title
+            for tokens, values in by_tokens.items():
+                add(f"  {each}, {tokens:,} tokens", values, attribute)
+    if trained:
+        rows.append(())
+        add(f"language model on {text}: parameters", trained, "parameters")
+        add("  seconds of a step", trained, "step_s")
+        steps = " and ".join(dict.fromkeys(str(len(model.losses)) for model in trained.values()))
+        add(f"  held-out loss after {steps} steps, nats/byte", trained, "held_out")
+    return headline(setting) + "\n\n" + _aligned(rows)
+
+
+def picture(path: Path, setting: Setting, measurements: Sequence[Measurement], trained: dict[str, Trained]) -> bool:
+    """Draw time and memory of inference (GPU), memory of a training step, and the training curves; return whether the
+    PNG was written. One that cannot be drawn is a warning: the table has it all."""
+
+    def lines(axis, attribute: str) -> None:
+        tokens = sorted({m.tokens for m in measurements})
+        for name, color in COLORS.items():
+            if points := [(m.tokens, getattr(m, attribute)) for m in measurements if m.module == name]:
+                axis.plot(*zip(*points, strict=True), "o-", color=color, label=name)
+        each = "one layer" if attribute.endswith("mib") or setting.layers == (1, 1) else "all layers"
+        axis.set(title=f"{FIGURES[attribute]} ({each})", xlabel="tokens", xscale="log", yscale="log")
+        axis.set_xticks(tokens, [f"{count:,}" for count in tokens], rotation=30)
+        axis.minorticks_off()
+        axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        axis.yaxis.set_major_formatter("{x:,.0f}")
+
+    def losses(axis) -> None:
+        for name, model in trained.items():
+            smoothed = [statistics.fmean(model.losses[max(0, at - 9) : at + 1]) for at in range(len(model.losses))]
+            label = f"{name}, {model.parameters / 1e6:.2f}M: held out {model.held_out:.3f}"
+            axis.plot(smoothed, color=COLORS[name], label=label)
+            axis.plot(len(smoothed) - 1, model.held_out, "o", color=COLORS[name])
+        axis.set(title="language model: loss, nats/byte (too short to rank them)", xlabel="step")
+
+    attributes = ["forward_ms", "forward_mib", "step_mib"] if setting.device.type == "cuda" else ["step_mib"]
+    panels = [partial(lines, attribute=name) for name in attributes if measurements] + [losses] * bool(trained)
+    try:
+        from matplotlib.figure import Figure  # without pyplot, which would need a display
+
+        figure = Figure(figsize=(5.5 * len(panels), 4.8), layout="constrained")
+        for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            panel(axis)
+            axis.grid(True, which="both", alpha=0.3)
+            axis.legend(fontsize=9)
+        figure.suptitle(headline(setting))
+        figure.savefig(path, dpi=110, format="png")
+    except Exception as error:  # fonts, caches, disks: matplotlib raises whatever they do
+        logger.warning("%s was not drawn: %s: %s", path, type(error).__name__, " ".join(str(error).split()))
+        return False
+    return True

@@ -1,0 +1,147 @@
+"""Time and memory of FlashMHF, naive MH-FFN and SwiGLU at equal parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from flashmhf.nn import MHFFN, FlashMHF, SwiGLU
+
+from .clock import Clock
+
+WIDTH_MULTIPLE = 8  # elements; rows of 16 bytes, so that cuBLAS takes its fast kernels for SwiGLU
+NAIVE_TOKENS = 2048  # on a CPU: more would take gigabytes
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Device, dtype and sizes of one machine's run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    d_model: int
+    num_heads: int
+    num_subnets: int
+    subnet_dim: int
+    batch: int
+    lengths: tuple[int, ...]
+    repeats: int
+    layers: tuple[int, int]  # of FlashMHF and of SwiGLU, with equal parameters in all
+
+
+def setting_of(device: torch.device) -> Setting:
+    """Return README's chart on a GPU, and on a CPU a layer of the smallest model in docs/guides/sizes.md."""
+    if device.type == "cuda":
+        lengths = 192, 384, 768, 1536, 2880, 4032
+        return Setting(device, torch.bfloat16, 2048, 16, 22, 384, 8, lengths, 10, (20, 24))
+    return Setting(device, torch.float32, 768, 6, 6, 384, 1, (256, 512, 1024, 2048, 4096), 1, (1, 1))
+
+
+def modules(setting: Setting, **factory) -> dict[str, tuple[int, Callable[[], nn.Module]]]:
+    """Return layers and constructor of each network; SwiGLU and naive MH-FFN get the width of equal parameters."""
+    d, width = setting.d_model, setting.num_subnets * setting.subnet_dim
+    ours, theirs = setting.layers
+    mixing = 3 * d * width + d * setting.num_subnets
+
+    def of(parameters: float) -> int:
+        return round(parameters / (3 * d) / WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+
+    def swiglu() -> nn.Module:
+        return SwiGLU(d, of((2 * d * d + mixing) * ours / theirs), **factory)
+
+    def compiled() -> nn.Module:
+        torch.compiler.reset()  # every length is compiled for itself, within the limit of recompilations
+        return torch.compile(swiglu(), dynamic=False)
+
+    found = {"SwiGLU": (theirs, swiglu)}
+    if setting.device.type == "cuda":
+        found["SwiGLU compiled"] = (theirs, compiled)
+    found["naive MH-FFN"] = (ours, lambda: MHFFN(d, setting.num_heads, of(mixing), backend="naive", **factory))
+    sizes = d, setting.num_heads, setting.num_subnets, setting.subnet_dim
+    return found | {"FlashMHF": (ours, lambda: FlashMHF(*sizes, **factory))}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Parameters and medians in ms of all layers, and the peak memory of one in MiB; nan if it ran out of memory."""
+
+    module: str
+    parameters: int
+    tokens: int
+    forward_ms: float
+    forward_mib: float
+    step_ms: float
+    step_mib: float
+
+
+def compare(setting: Setting, clock: Clock | None = None) -> Iterator[Measurement]:
+    """Measure every network at every length; all see the same input and upstream gradient."""
+    took = 0.0
+    for length in setting.lengths:
+        start = time.monotonic()
+        if clock and clock.left(0.45) < 2.2 * took:  # the next length has about twice the tokens
+            clock.left_out.append(f"lengths from {length:,} on")
+            return
+        generator = torch.Generator().manual_seed(length)
+        shape = setting.batch, length, setting.d_model
+        x, grad = (torch.randn(shape, generator=generator).to(setting.device, setting.dtype) for _ in range(2))
+        x.requires_grad_()
+        for name, (layers, construct) in modules(setting, device=setting.device, dtype=setting.dtype).items():
+            if name == "naive MH-FFN" and setting.device.type == "cpu" and setting.batch * length > NAIVE_TOKENS:
+                continue
+            module = construct()
+            parameters = layers * sum(p.numel() for p in module.parameters())
+            try:
+                forward, forward_mib, step, step_mib = _measure(module, x, grad, setting.repeats)
+            except torch.OutOfMemoryError:
+                forward, forward_mib, step, step_mib = [math.nan] * 4
+                torch.cuda.empty_cache()
+            figures = layers * forward, forward_mib, layers * step, step_mib
+            yield Measurement(name, parameters, setting.batch * length, *figures)
+        took = time.monotonic() - start
+
+
+def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> list[float]:
+    """Return ms and MiB of inference, then those of a training step."""
+    leaves = [x, *module.parameters()]
+    ways = torch.no_grad()(lambda: module(x)), lambda: torch.autograd.grad(module(x), leaves, grad)
+    return [figure for run in ways for figure in _median_and_peak(run, x.device, repeats)]
+
+
+def _median_and_peak(run: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, float]:
+    """Return the median ms of ``run`` after a first one, and the MiB that it allocates at its peak. On a CPU, those by
+    which it raises the process's resident memory; nan without Linux's resettable high-water mark."""
+
+    def high_water() -> int:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            return torch.cuda.max_memory_allocated(device)
+        return 1024 * int(Path("/proc/self/status").read_text("utf-8").partition("VmHWM:")[2].split()[0])
+
+    run()
+    before, peak, times = math.nan, math.nan, []
+    with contextlib.suppress(OSError, AttributeError):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            ctypes.CDLL(None).malloc_trim(0)  # else the run would reuse freed pages that are still counted
+            Path("/proc/self/clear_refs").write_text("5", "utf-8")
+        before = high_water()
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - start))
+    if not math.isnan(before):
+        peak = high_water()
+    return statistics.median(times), (peak - before) / 2**20
