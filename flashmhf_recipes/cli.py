@@ -127,11 +127,11 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
         raise OptionError(f"{picture} cannot be written in {Path.cwd()}")
     setting = speed.setting_of(chosen_device(args.device))
     clock = Clock(LIMIT, STARTED)
-    print(f"{report.shows(setting.device)}\n", flush=True)
+    print(f"{report.SHOWN[setting.device.type]}\n{report.NOT_SHOWN}\n", flush=True)
     accuracies = _collected(accuracy.check(setting.device, clock=clock), "check against float64")
     measurements, trained = _collected(speed.compare(setting, clock), "time and memory"), {}
     try:
-        trained = language_models.train(text, setting.device, args.steps, bar=True, clock=clock)
+        trained = language_models.train(text, setting.device, clock, args.steps)
     except ModuleNotFoundError as error:
         if (note := extras.advice("the language model", error.name)) is None:
             raise

@@ -1,4 +1,4 @@
-"""Errors of output and gradients against float64."""
+"""Errors of the operator's output and gradients against float64."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from .clock import Clock
 class Accuracy:
     """Relative L2 errors against float64 of one tensor; ``plain`` is that of PyTorch code in the same precision."""
 
-    backend: str
-    dtype: torch.dtype
+    kind: str  # back end and dtype
     tensor: str
     error: float
     plain: float
@@ -28,10 +27,6 @@ class Accuracy:
     def passed(self) -> bool:
         return self.error <= self.limit  # false for nan
 
-    @property
-    def kind(self) -> str:
-        return f"{self.backend} {str(self.dtype).removeprefix('torch.')}"
-
 
 def check(device: torch.device, *, backend: str | None = None, clock: Clock | None = None) -> Iterator[Accuracy]:
     """Yield errors of output and gradients, of every usable back end (or one) in every dtype, on fixed inputs."""
@@ -39,8 +34,9 @@ def check(device: torch.device, *, backend: str | None = None, clock: Clock | No
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             if backends.BACKENDS[name].why_not(device, dtype, d_h=128, d_e=384) is not None:
                 continue
+            precision = str(dtype).removeprefix("torch.")
             if clock and clock.left(0.25) < 0:
-                clock.left_out.append(f"the check of {name} in {str(dtype).removeprefix('torch.')}")
+                clock.left_out.append(f"the check of {name} in {precision}")
                 continue
             p = testing.problem(500, 2, 128, 3, 384, dtype, device, seed=0)
             (plain_out, exact_out), (plain_gradients, exact_gradients) = p.forward(), p.backward()
@@ -51,4 +47,4 @@ def check(device: torch.device, *, backend: str | None = None, clock: Clock | No
             for tensor, (actual, plain, exact) in zip(("out", "dq", "dk", "du", "dv", "dr"), results, strict=True):
                 limit = testing.limit(plain, exact, dtype, fixed_limits=name != "eager")
                 errors = testing.relative_l2(actual, exact), testing.relative_l2(plain, exact)
-                yield Accuracy(name, dtype, tensor, *errors, limit)
+                yield Accuracy(f"{name} {precision}", tensor, *errors, limit)

@@ -1,4 +1,8 @@
-"""Small language models, FlashMHF's and SwiGLU's, trained on bytes of real text."""
+"""Small language models with FlashMHF and with SwiGLU, trained on bytes of real text.
+
+The recipe is that of docs/quality.md (Muon, warm-up), the shapes are those of docs/guides/sizes.md: heads of 128, three
+sub-networks each, five layers instead of six.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,6 @@ import torch
 from ..errors import DataError
 from .clock import Clock
 
-# Language models: bytes of real text, by the recipe of docs/quality.md (Muon, warm-up) and shapes of
-# docs/guides/sizes.md: heads of 128, three sub-networks each, five layers instead of six.
 HELD_OUT = 0.1  # the end of the text
 MINIMUM_BYTES, MAXIMUM_BYTES = 50_000, 32 << 20
 TRIAL_STEPS, FEWEST_STEPS = 4, 40
@@ -66,35 +68,33 @@ def _standard_library() -> bytes:
     return b"\n".join(path.read_bytes() for path in files)
 
 
-def train(
-    text: bytes, device: torch.device, steps: int | None = None, bar: bool = False, clock: Clock | None = None
-) -> dict[str, Trained]:
-    """Train each network's model on the same batches for ``steps``, or as many as there is time for (perhaps none).
-
-    A few steps of each tell how many; where the machine has become slower since, training ends by the clock.
-    """
-    clock, budgeted = clock or Clock(), steps or BUDGETS[device.type]["steps"]
-    wanted, timed = budgeted, steps is None and clock.limit < math.inf
-    if timed:
-        from .. import training  # noqa: F401 - its time is none of a run's
-
-        start, end = time.monotonic(), time.monotonic() + clock.left()
-        both = sum(_train(text, name, device, TRIAL_STEPS, TRIAL_STEPS, end).step_s for name in SIZES[device.type])
-        once = max(0.0, time.monotonic() - start - TRIAL_STEPS * both)  # of a run, without its steps
-        # a part for the held-out loss and the clock's noise; past the end, a trial may have no second step to time
-        possible = int((clock.left() - once) / (1.15 * both)) if clock.left() > 0 else 0
-        if possible < FEWEST_STEPS:
-            clock.left_out.append(f"the language models: there is time for {max(0, possible)} steps of each")
-            return {}
-        wanted = min(wanted, possible)
-    trained, at_most = {}, wanted
+def train(text: bytes, device: torch.device, clock: Clock, steps: int | None = None) -> dict[str, Trained]:
+    """Train each network's model on the same batches for ``steps``, or as many as there is time for (perhaps none)."""
+    budgeted = steps or BUDGETS[device.type]["steps"]
+    at_most = wanted = budgeted if steps else min(budgeted, _possible_steps(text, device, clock))
+    if steps is None and wanted < FEWEST_STEPS:
+        clock.left_out.append(f"the language models: there is time for {wanted} steps of each")
+        return {}
+    trained = {}
     for runs_left, name in zip((2, 1), SIZES[device.type], strict=True):
-        end = time.monotonic() + clock.left() / runs_left if timed else math.inf
-        trained[name] = _train(text, name, device, wanted, at_most, end, bar)
+        # a machine may have become slower: training ends by the clock, too
+        end = math.inf if steps else time.monotonic() + clock.left() / runs_left
+        trained[name] = _train(text, name, device, wanted, at_most, end, bar=True)
         at_most = len(trained[name].losses)
     if at_most < budgeted:
         clock.left_out.append(f"{budgeted - at_most} of {budgeted} steps of the language models")
     return trained
+
+
+def _possible_steps(text: bytes, device: torch.device, clock: Clock) -> int:
+    """Return for how many steps of each model there is time, by a few steps of each."""
+    from .. import training  # noqa: F401 - its time is none of a run's
+
+    start, end = time.monotonic(), time.monotonic() + clock.left()
+    both = sum(_train(text, name, device, TRIAL_STEPS, TRIAL_STEPS, end).step_s for name in SIZES[device.type])
+    once = max(0.0, time.monotonic() - start - TRIAL_STEPS * both)  # of a run, without its steps
+    # a part for the held-out loss and the clock's noise; past the end, a trial may have no second step to time
+    return max(0, int((clock.left() - once) / (1.15 * both))) if clock.left() > 0 else 0
 
 
 def _train(
@@ -114,16 +114,16 @@ def _train(
         file = Path(scratch) / "text.txt"
         wanted = int(math.prod(budget.values()) / (1 - HELD_OUT)) + length  # more would only be tokenised
         file.write_text(text[:wanted].decode(errors="replace"), "utf-8")
-        settings = {"preset": "tiny", "ffn": name.lower(), "model": model, "data": file, "micro_batch": budget["batch"]}
-        settings |= {"optimizer": "muon", "weight_decay": 0.3, "learning_rate": 8e-3, "min_learning_rate": 8e-4}
-        settings |= {"warmup": min(60, max(1, steps // 4)), "eval_fraction": HELD_OUT, "eval_every": steps}
-        settings |= {"vocab_size": tokenizer.SMALLEST, "log_every": 1}  # no merges: a token a byte
-        settings |= {"device": "cpu" if device.type == "cpu" else "auto"}
-        settings |= {"arguments": {"report_to": [], "save_strategy": "no"}}
+        options = training.Options(
+            str(Path(scratch) / "run"), preset="tiny", ffn=name.lower(), model=model, data=file, **budget,
+            optimizer="muon", weight_decay=0.3, learning_rate=8e-3, min_learning_rate=8e-4, micro_batch=budget["batch"],
+            warmup=min(60, max(1, steps // 4)), eval_fraction=HELD_OUT, eval_every=steps, log_every=1,
+            vocab_size=tokenizer.SMALLEST,  # no merges: a token a byte
+            device=device.type, arguments={"report_to": [], "save_strategy": "no"},
+        )  # fmt: skip
         until = stopping.Until(end, at_most, batches=round(steps * HELD_OUT / (1 - HELD_OUT)))
         with contextlib.redirect_stdout(sys.stderr):  # what a run says of itself is no part of the table
-            run = training.Options(str(Path(scratch) / "run"), **settings, **budget)
-            result = training.start(run, bar=bar, callbacks=[until])
+            result = training.start(options, bar=bar, callbacks=[until])
         rows = [row for row in metrics.read_rows(result.output) if "loss" in row]
     speeds = [row["tokens_per_second"] for row in rows[1:] if "tokens_per_second" in row]
     step_s = length * budget["batch"] / statistics.median(speeds) if speeds else math.nan

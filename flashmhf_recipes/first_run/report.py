@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,34 +25,31 @@ FIGURES = {
     "step_ms": "training step, ms",
     "step_mib": "peak memory of a training step, MiB",
 }
+# what a run can show and what it cannot, by the kind of device
+SHOWN = {
+    "cuda": "This shows whether results are right here, and time and memory of README's layers on this GPU.",
+    "cpu": """\
+A run on a CPU shows whether results are right, how the memory of a training step grows, and models learn.
+It says nothing of the speed on a GPU, which README.md has: the fused kernels are for CUDA GPUs, and here
+PyTorch's own operators compute FlashMHF in blocks.""",
+}
+NOT_SHOWN = """\
+Models this small, trained so shortly, do not tell which network learns better; docs/quality.md has runs that do."""
 
 
 def headline(setting: Setting) -> str:
     """Return one line: version, machine, and the back end that runs there."""
-    sizes = {"d_h": setting.d_model // setting.num_heads, "d_e": setting.subnet_dim}
-    usable = (
-        name for name, module in backends.BACKENDS.items() if not module.why_not(setting.device, setting.dtype, **sizes)
-    )
+    case = {"device": setting.device, "dtype": setting.dtype}
+    case |= {"d_h": setting.d_model // setting.num_heads, "d_e": setting.subnet_dim}
+    usable = (name for name, backend in backends.BACKENDS.items() if not backend.why_not(**case))
     gpu = setting.device.type == "cuda"
     machine = torch.cuda.get_device_name(setting.device) if gpu else f"cpu, {torch.get_num_threads()} threads"
     return f"flashmhf {flashmhf.__version__} | {machine} | torch {torch.__version__} | back end {next(usable)}"
 
 
-def shows(device: torch.device) -> str:
-    """Return what a run on ``device`` can show and what it cannot, for people."""
-    shown = "This shows whether results are right here, and time and memory of README's layers on this GPU."
-    if device.type == "cpu":
-        shown = """\
-A run on a CPU shows whether results are right, how the memory of a training step grows, and models learn.
-It says nothing of the speed on a GPU, which README.md has: the fused kernels are for CUDA GPUs, and here
-PyTorch's own operators compute FlashMHF in blocks."""
-    return f"""{shown}
-Models this small, trained so shortly, do not tell which network learns better; docs/quality.md has runs that do."""
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
+def _cell(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3f}"
 
 
@@ -78,70 +74,51 @@ def table(
     trained: dict[str, Trained] | None = None, text: str = "",
 ) -> str:  # fmt: skip
     """Return one column a network; blocks for errors, time and memory, and the language models on ``text``."""
-    trained, names = trained or {}, [name for name in COLORS if name in modules(setting)]
+    names = [name for name in COLORS if name in modules(setting)]
     rows: list[tuple[str, ...]] = [("", *names)]
 
-    def add(title: str, values: dict[str, object], attribute: str) -> None:
-        rows.append((title, *(_number(getattr(values.get(name), attribute, None)) for name in names)))
+    def add(title: str, cells: dict[str, float | str]) -> None:
+        rows.append((title, *(_cell(cells.get(name, "-")) for name in names)))
 
     for kind in dict.fromkeys(a.kind for a in accuracies):
         worst = max((a for a in accuracies if a.kind == kind), key=lambda a: a.error / a.limit)
         label = f"{kind}: largest error vs float64 ({worst.tensor}, limit {worst.limit:.1e})"
-        rows.append((label, *["-"] * (len(names) - 1), f"{worst.error:.1e}{'' if worst.passed else ' FAILED'}"))
+        add(label, {"FlashMHF": f"{worst.error:.1e}{'' if worst.passed else ' FAILED'}"})
     if measurements:
-        by_tokens: dict[int, dict[str, Measurement]] = {}
-        for m in measurements:
-            by_tokens.setdefault(m.tokens, {})[m.module] = m
+        rows.append(())
         ours, theirs = setting.layers
         layers = "one layer" if ours == theirs == 1 else f"{ours} layers, {theirs} of SwiGLU"
-        dtype = str(setting.dtype).removeprefix("torch.")
-        rows.append(())
-        add(f"{layers}, d_model {setting.d_model}, {dtype}: parameters", next(iter(by_tokens.values())), "parameters")
+        what = f"{layers}, d_model {setting.d_model}, {str(setting.dtype).removeprefix('torch.')}"
+        add(f"{what}: parameters", {m.module: m.parameters for m in measurements})
         for attribute, title in FIGURES.items():
             each = f"{title} (one layer)" if attribute.endswith("mib") and ours > 1 else title
-            for tokens, values in by_tokens.items():
-                add(f"  {each}, {tokens:,} tokens", values, attribute)
+            for tokens in dict.fromkeys(m.tokens for m in measurements):
+                cells = {m.module: getattr(m, attribute) for m in measurements if m.tokens == tokens}
+                add(f"  {each}, {tokens:,} tokens", cells)
     if trained:
         rows.append(())
-        add(f"language model on {text}: parameters", trained, "parameters")
-        add("  seconds of a step", trained, "step_s")
+        add(f"language model on {text}: parameters", {name: model.parameters for name, model in trained.items()})
+        add("  seconds of a step", {name: model.step_s for name, model in trained.items()})
         steps = " and ".join(dict.fromkeys(str(len(model.losses)) for model in trained.values()))
-        add(f"  held-out loss after {steps} steps, nats/byte", trained, "held_out")
+        held_out = {name: model.held_out for name, model in trained.items()}
+        add(f"  held-out loss after {steps} steps, nats/byte", held_out)
     return headline(setting) + "\n\n" + _aligned(rows)
 
 
 def picture(path: Path, setting: Setting, measurements: Sequence[Measurement], trained: dict[str, Trained]) -> bool:
     """Draw time and memory of inference (GPU), memory of a training step, and the training curves; return whether the
     PNG was written. One that cannot be drawn is a warning: the table has it all."""
-
-    def lines(axis, attribute: str) -> None:
-        tokens = sorted({m.tokens for m in measurements})
-        for name, color in COLORS.items():
-            if points := [(m.tokens, getattr(m, attribute)) for m in measurements if m.module == name]:
-                axis.plot(*zip(*points, strict=True), "o-", color=color, label=name)
-        each = "one layer" if attribute.endswith("mib") or setting.layers == (1, 1) else "all layers"
-        axis.set(title=f"{FIGURES[attribute]} ({each})", xlabel="tokens", xscale="log", yscale="log")
-        axis.set_xticks(tokens, [f"{count:,}" for count in tokens], rotation=30)
-        axis.minorticks_off()
-        axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-        axis.yaxis.set_major_formatter("{x:,.0f}")
-
-    def losses(axis) -> None:
-        for name, model in trained.items():
-            smoothed = [statistics.fmean(model.losses[max(0, at - 9) : at + 1]) for at in range(len(model.losses))]
-            label = f"{name}, {model.parameters / 1e6:.2f}M: held out {model.held_out:.3f}"
-            axis.plot(smoothed, color=COLORS[name], label=label)
-            axis.plot(len(smoothed) - 1, model.held_out, "o", color=COLORS[name])
-        axis.set(title="language model: loss, nats/byte (too short to rank them)", xlabel="step")
-
     attributes = ["forward_ms", "forward_mib", "step_mib"] if setting.device.type == "cuda" else ["step_mib"]
-    panels = [partial(lines, attribute=name) for name in attributes if measurements] + [losses] * bool(trained)
+    panels = (attributes if measurements else []) + ["losses"] * bool(trained)
     try:
         from matplotlib.figure import Figure  # without pyplot, which would need a display
 
         figure = Figure(figsize=(5.5 * len(panels), 4.8), layout="constrained")
         for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            panel(axis)
+            if panel == "losses":
+                _draw_losses(axis, trained)
+            else:
+                _draw_layers(axis, setting, measurements, panel)
             axis.grid(True, which="both", alpha=0.3)
             axis.legend(fontsize=9)
         figure.suptitle(headline(setting))
@@ -150,3 +127,25 @@ def picture(path: Path, setting: Setting, measurements: Sequence[Measurement], t
         logger.warning("%s was not drawn: %s: %s", path, type(error).__name__, " ".join(str(error).split()))
         return False
     return True
+
+
+def _draw_layers(axis, setting: Setting, measurements: Sequence[Measurement], attribute: str) -> None:
+    tokens = sorted({m.tokens for m in measurements})
+    for name, color in COLORS.items():
+        if points := [(m.tokens, getattr(m, attribute)) for m in measurements if m.module == name]:
+            axis.plot(*zip(*points, strict=True), "o-", color=color, label=name)
+    each = "one layer" if attribute.endswith("mib") or setting.layers == (1, 1) else "all layers"
+    axis.set(title=f"{FIGURES[attribute]} ({each})", xlabel="tokens", xscale="log", yscale="log")
+    axis.set_xticks(tokens, [f"{count:,}" for count in tokens], rotation=30)
+    axis.minorticks_off()
+    axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def _draw_losses(axis, trained: dict[str, Trained]) -> None:
+    for name, model in trained.items():
+        smoothed = [statistics.fmean(model.losses[max(0, at - 9) : at + 1]) for at in range(len(model.losses))]
+        label = f"{name}, {model.parameters / 1e6:.2f}M: held out {model.held_out:.3f}"
+        axis.plot(smoothed, color=COLORS[name], label=label)
+        axis.plot(len(smoothed) - 1, model.held_out, "o", color=COLORS[name])
+    axis.set(title="language model: loss, nats/byte (too short to rank them)", xlabel="step")

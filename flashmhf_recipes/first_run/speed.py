@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,22 +52,19 @@ def modules(setting: Setting, **factory) -> dict[str, tuple[int, Callable[[], nn
     ours, theirs = setting.layers
     mixing = 3 * d * width + d * setting.num_subnets
 
-    def of(parameters: float) -> int:
+    def wide(parameters: float) -> int:
         return round(parameters / (3 * d) / WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
-    def swiglu() -> nn.Module:
-        return SwiGLU(d, of((2 * d * d + mixing) * ours / theirs), **factory)
+    swiglu = partial(SwiGLU, d, wide((2 * d * d + mixing) * ours / theirs), **factory)
+    naive = partial(MHFFN, d, setting.num_heads, wide(mixing), backend="naive", **factory)
+    flash = partial(FlashMHF, d, setting.num_heads, setting.num_subnets, setting.subnet_dim, **factory)
+    compiled = {"SwiGLU compiled": (theirs, lambda: _compiled(swiglu()))} if setting.device.type == "cuda" else {}
+    return {"SwiGLU": (theirs, swiglu), **compiled, "naive MH-FFN": (ours, naive), "FlashMHF": (ours, flash)}
 
-    def compiled() -> nn.Module:
-        torch.compiler.reset()  # every length is compiled for itself, within the limit of recompilations
-        return torch.compile(swiglu(), dynamic=False)
 
-    found = {"SwiGLU": (theirs, swiglu)}
-    if setting.device.type == "cuda":
-        found["SwiGLU compiled"] = (theirs, compiled)
-    found["naive MH-FFN"] = (ours, lambda: MHFFN(d, setting.num_heads, of(mixing), backend="naive", **factory))
-    sizes = d, setting.num_heads, setting.num_subnets, setting.subnet_dim
-    return found | {"FlashMHF": (ours, lambda: FlashMHF(*sizes, **factory))}
+def _compiled(module: nn.Module) -> nn.Module:
+    torch.compiler.reset()  # every length is compiled for itself, within the limit of recompilations
+    return torch.compile(module, dynamic=False)
 
 
 @dataclass(frozen=True)
@@ -83,12 +80,12 @@ class Measurement:
     step_mib: float
 
 
-def compare(setting: Setting, clock: Clock | None = None) -> Iterator[Measurement]:
+def compare(setting: Setting, clock: Clock) -> Iterator[Measurement]:
     """Measure every network at every length; all see the same input and upstream gradient."""
     took = 0.0
     for length in setting.lengths:
-        start = time.monotonic()
-        if clock and clock.left(0.45) < 2.2 * took:  # the next length has about twice the tokens
+        start, tokens = time.monotonic(), setting.batch * length
+        if clock.left(0.45) < 2.2 * took:  # the next length has about twice the tokens
             clock.left_out.append(f"lengths from {length:,} on")
             return
         generator = torch.Generator().manual_seed(length)
@@ -96,52 +93,51 @@ def compare(setting: Setting, clock: Clock | None = None) -> Iterator[Measuremen
         x, grad = (torch.randn(shape, generator=generator).to(setting.device, setting.dtype) for _ in range(2))
         x.requires_grad_()
         for name, (layers, construct) in modules(setting, device=setting.device, dtype=setting.dtype).items():
-            if name == "naive MH-FFN" and setting.device.type == "cpu" and setting.batch * length > NAIVE_TOKENS:
+            if name == "naive MH-FFN" and setting.device.type == "cpu" and tokens > NAIVE_TOKENS:
                 continue
             module = construct()
             parameters = layers * sum(p.numel() for p in module.parameters())
-            try:
-                forward, forward_mib, step, step_mib = _measure(module, x, grad, setting.repeats)
-            except torch.OutOfMemoryError:
-                forward, forward_mib, step, step_mib = [math.nan] * 4
-                torch.cuda.empty_cache()
-            figures = layers * forward, forward_mib, layers * step, step_mib
-            yield Measurement(name, parameters, setting.batch * length, *figures)
+            forward, forward_mib, step, step_mib = _measure(module, x, grad, setting.repeats)
+            yield Measurement(name, parameters, tokens, layers * forward, forward_mib, layers * step, step_mib)
         took = time.monotonic() - start
 
 
 def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> list[float]:
-    """Return ms and MiB of inference, then those of a training step."""
+    """Return ms and MiB of inference, then those of a training step; nan for all if memory does not suffice."""
     leaves = [x, *module.parameters()]
     ways = torch.no_grad()(lambda: module(x)), lambda: torch.autograd.grad(module(x), leaves, grad)
-    return [figure for run in ways for figure in _median_and_peak(run, x.device, repeats)]
+    try:
+        return [figure for run in ways for figure in _median_and_peak(run, x.device, repeats)]
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return [math.nan] * 4
 
 
 def _median_and_peak(run: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, float]:
     """Return the median ms of ``run`` after a first one, and the MiB that it allocates at its peak. On a CPU, those by
     which it raises the process's resident memory; nan without Linux's resettable high-water mark."""
-
-    def high_water() -> int:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            return torch.cuda.max_memory_allocated(device)
-        return 1024 * int(Path("/proc/self/status").read_text("utf-8").partition("VmHWM:")[2].split()[0])
-
     run()
-    before, peak, times = math.nan, math.nan, []
-    with contextlib.suppress(OSError, AttributeError):
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        else:
-            ctypes.CDLL(None).malloc_trim(0)  # else the run would reuse freed pages that are still counted
-            Path("/proc/self/clear_refs").write_text("5", "utf-8")
-        before = high_water()
+    before, times = _high_water(device, reset=True), []
     for _ in range(repeats):
         start = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(1e3 * (time.perf_counter() - start))
-    if not math.isnan(before):
-        peak = high_water()
-    return statistics.median(times), (peak - before) / 2**20
+    return statistics.median(times), (_high_water(device) - before) / 2**20
+
+
+def _high_water(device: torch.device, reset: bool = False) -> float:
+    """Return the most bytes in use since the last reset."""
+    if device.type == "cuda":
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        if reset:
+            ctypes.CDLL(None).malloc_trim(0)  # else the run would reuse freed pages that are still counted
+            Path("/proc/self/clear_refs").write_text("5", "utf-8")
+        return 1024 * int(Path("/proc/self/status").read_text("utf-8").partition("VmHWM:")[2].split()[0])
+    except (OSError, AttributeError):
+        return math.nan

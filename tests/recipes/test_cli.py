@@ -55,7 +55,7 @@ def test_what_there_is_no_time_for_is_left_out_and_named(small, text):
     """Whatever the machine: the command ends in time."""
     cpu, past = small.device, Clock(165.0, time.monotonic() - 1000)
     assert not [*accuracy.check(cpu, clock=past), *speed.compare(small, past)]
-    assert not language_models.train(text.read_bytes(), cpu, clock=past)
+    assert not language_models.train(text.read_bytes(), cpu, past)
     kinds = [f"the check of eager in {dtype}" for dtype in ("float32", "bfloat16", "float16")]
     models = "the language models: there is time for 0 steps of each"
     assert past.left_out == [*kinds, "lengths from 16 on", models]
@@ -83,8 +83,8 @@ def test_training_ends_by_the_clock(first, later, steps, small, text, monkeypatc
     monkeypatch.setattr(FlashMHFForCausalLM, "forward", timed)
     for name in ("monotonic", "perf_counter"):
         monkeypatch.setattr(time, name, lambda: now[0])
-    clock = Clock(200.0)
-    models = language_models.train(text.read_bytes(), small.device, clock=clock)
+    clock = Clock(200.0, 0.0)
+    models = language_models.train(text.read_bytes(), small.device, clock)
     assert [len(model.losses) for model in models.values()] == steps and clock.left() >= 0
     assert all(0 < model.held_out < math.inf for model in models.values())
     assert clock.left_out == ([] if min(steps) == 24 else [f"{24 - min(steps)} of 24 steps of the language models"])
@@ -95,7 +95,7 @@ def test_training_ends_by_the_clock(first, later, steps, small, text, monkeypatc
 def test_without_the_extra_the_rest_runs_and_a_failed_check_is_an_error(small, text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "transformers.utils", None)
-    wrong = accuracy.Accuracy("eager", torch.float32, "dq", math.nan, 4e-7, 5e-7)
+    wrong = accuracy.Accuracy("eager float32", "dq", math.nan, 4e-7, 5e-7)
     monkeypatch.setattr(accuracy, "check", lambda device, backend=None, clock=None: iter([wrong]))
     assert cli.main(["--device", "cpu", "--text", str(text)]) == 1
     captured = capsys.readouterr()
@@ -106,7 +106,7 @@ def test_without_the_extra_the_rest_runs_and_a_failed_check_is_an_error(small, t
 
 def test_language_models_learn(small, text, monkeypatch):
     monkeypatch.setitem(language_models.BUDGETS, "cpu", {"length": 32, "batch": 4, "steps": 40})
-    for model in language_models.train(text.read_bytes(), small.device, 40).values():
+    for model in language_models.train(text.read_bytes(), small.device, Clock(200.0, 0.0), 40).values():
         assert len(model.losses) == 40 and model.losses[0] > math.log(257) - 0.2
         assert max(model.losses[-1], model.held_out) < 4 and model.step_s > 0
 
