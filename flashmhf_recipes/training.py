@@ -333,7 +333,6 @@ def _link(source: str, target: str) -> None:
 
 def _save_tokenizer(tokenizer, output: Path) -> None:
     """Write the run's tokenizer if it has none: a process that was killed may have written it."""
-    if (output / TOKENIZER).exists():
-        return
-    with _whole(output / TOKENIZER) as partial:
-        tokenizer.save_pretrained(partial)
+    if not (output / TOKENIZER).exists():
+        with _whole(output / TOKENIZER) as partial:
+            tokenizer.save_pretrained(partial)

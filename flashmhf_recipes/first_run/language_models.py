@@ -1,8 +1,6 @@
-"""Small language models with FlashMHF and with SwiGLU, trained on bytes of real text.
-
-The recipe is that of docs/quality.md (Muon, warm-up), the shapes are those of docs/guides/sizes.md: heads of 128, three
-sub-networks each, five layers instead of six.
-"""
+"""Small language models with FlashMHF and with SwiGLU, trained on bytes of real text by the recipe of docs/quality.md
+(Muon, warm-up). Their shapes are those of docs/guides/sizes.md: heads of 128, three sub-networks each, five layers
+instead of six."""
 
 from __future__ import annotations
 
@@ -14,13 +12,12 @@ import sys
 import sysconfig
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from ..errors import DataError
-from .clock import Clock
 
 HELD_OUT = 0.1  # the end of the text
 MINIMUM_BYTES, MAXIMUM_BYTES = 50_000, 32 << 20
@@ -36,8 +33,7 @@ SIZES = {
 BUDGETS = {"cpu": {"length": 128, "batch": 8, "steps": 320}, "cuda": {"length": 512, "batch": 32, "steps": 400}}
 
 
-@dataclass(frozen=True)
-class Trained:
+class Trained(NamedTuple):
     """A model's parameters, the loss of every step, the held-out loss (nats a byte) and the seconds of a step."""
 
     parameters: int
@@ -68,33 +64,36 @@ def _standard_library() -> bytes:
     return b"\n".join(path.read_bytes() for path in files)
 
 
-def train(text: bytes, device: torch.device, clock: Clock, steps: int | None = None) -> dict[str, Trained]:
-    """Train each network's model on the same batches for ``steps``, or as many as there is time for (perhaps none)."""
+def train(text: bytes, device: torch.device, end: float, left_out: list[str], steps: int | None) -> dict[str, Trained]:
+    """Train each network's model on the same batches for ``steps``. If None, for as many as there is time for until
+    ``end`` (by time.monotonic), perhaps none; the others are named in ``left_out``."""
     budgeted = steps or BUDGETS[device.type]["steps"]
-    at_most = wanted = budgeted if steps else min(budgeted, _possible_steps(text, device, clock))
+    at_most = wanted = budgeted if steps else min(budgeted, _possible_steps(text, device, end))
     if steps is None and wanted < FEWEST_STEPS:
-        clock.left_out.append(f"the language models: there is time for {wanted} steps of each")
+        left_out.append(f"the language models: there is time for {wanted} steps of each")
         return {}
     trained = {}
     for runs_left, name in zip((2, 1), SIZES[device.type], strict=True):
         # a machine may have become slower: training ends by the clock, too
-        end = math.inf if steps else time.monotonic() + clock.left() / runs_left
-        trained[name] = _train(text, name, device, wanted, at_most, end, bar=True)
+        now = time.monotonic()
+        ends = math.inf if steps else now + (end - now) / runs_left
+        trained[name] = _train(text, name, device, wanted, at_most, ends, bar=True)
         at_most = len(trained[name].losses)
     if at_most < budgeted:
-        clock.left_out.append(f"{budgeted - at_most} of {budgeted} steps of the language models")
+        left_out.append(f"{budgeted - at_most} of {budgeted} steps of the language models")
     return trained
 
 
-def _possible_steps(text: bytes, device: torch.device, clock: Clock) -> int:
+def _possible_steps(text: bytes, device: torch.device, end: float) -> int:
     """Return for how many steps of each model there is time, by a few steps of each."""
     from .. import training  # noqa: F401 - its time is none of a run's
 
-    start, end = time.monotonic(), time.monotonic() + clock.left()
+    start = time.monotonic()
     both = sum(_train(text, name, device, TRIAL_STEPS, TRIAL_STEPS, end).step_s for name in SIZES[device.type])
-    once = max(0.0, time.monotonic() - start - TRIAL_STEPS * both)  # of a run, without its steps
+    now = time.monotonic()
+    once = max(0.0, now - start - TRIAL_STEPS * both)  # of a run, without its steps
     # a part for the held-out loss and the clock's noise; past the end, a trial may have no second step to time
-    return max(0, int((clock.left() - once) / (1.15 * both))) if clock.left() > 0 else 0
+    return max(0, int((end - now - once) / (1.15 * both))) if now < end else 0
 
 
 def _train(

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from flashmhf.nn import MHFFN, FlashMHF, SwiGLU
 
-from .clock import Clock
-
 WIDTH_MULTIPLE = 8  # elements; rows of 16 bytes, so that cuBLAS takes its fast kernels for SwiGLU
 NAIVE_TOKENS = 2048  # on a CPU: more would take gigabytes
 
@@ -80,13 +78,14 @@ class Measurement:
     step_mib: float
 
 
-def compare(setting: Setting, clock: Clock) -> Iterator[Measurement]:
-    """Measure every network at every length; all see the same input and upstream gradient."""
+def compare(setting: Setting, end: float, left_out: list[str]) -> Iterator[Measurement]:
+    """Measure every network at every length; all see the same input and upstream gradient. Lengths that would not be
+    done at ``end`` (by time.monotonic) are named in ``left_out``."""
     took = 0.0
     for length in setting.lengths:
         start, tokens = time.monotonic(), setting.batch * length
-        if clock.left(0.45) < 2.2 * took:  # the next length has about twice the tokens
-            clock.left_out.append(f"lengths from {length:,} on")
+        if end - start < 2.2 * took:  # the next length has about twice the tokens
+            left_out.append(f"lengths from {length:,} on")
             return
         generator = torch.Generator().manual_seed(length)
         shape = setting.batch, length, setting.d_model
@@ -132,7 +131,6 @@ def _high_water(device: torch.device, reset: bool = False) -> float:
     if device.type == "cuda":
         if reset:
             torch.cuda.reset_peak_memory_stats(device)
-        torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)
     try:
         if reset:

@@ -23,7 +23,6 @@ from flashmhf.models import FlashMHFForCausalLM
 from flashmhf.models.presets import PRESETS, SCALES
 from flashmhf_recipes import cli, tokenizer, training
 from flashmhf_recipes.first_run import accuracy, language_models, report, speed
-from flashmhf_recipes.first_run.clock import Clock
 from flashmhf_recipes.options import Options, empty_model
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -53,12 +52,12 @@ def test_the_whole_command(small, text, tmp_path, monkeypatch, capsys):
 
 def test_what_there_is_no_time_for_is_left_out_and_named(small, text):
     """Whatever the machine: the command ends in time."""
-    cpu, past = small.device, Clock(165.0, time.monotonic() - 1000)
-    assert not [*accuracy.check(cpu, clock=past), *speed.compare(small, past)]
-    assert not language_models.train(text.read_bytes(), cpu, past)
+    cpu, past, left_out = small.device, time.monotonic() - 1000, []
+    assert not [*accuracy.check(cpu, past, left_out), *speed.compare(small, past, left_out)]
+    assert not language_models.train(text.read_bytes(), cpu, past, left_out, None)
     kinds = [f"the check of eager in {dtype}" for dtype in ("float32", "bfloat16", "float16")]
     models = "the language models: there is time for 0 steps of each"
-    assert past.left_out == [*kinds, "lengths from 16 on", models]
+    assert left_out == [*kinds, "lengths from 16 on", models]
 
 
 # seconds of a forward pass in the first so many, in the rest; steps of each model. The first ten are the trials'.
@@ -83,11 +82,11 @@ def test_training_ends_by_the_clock(first, later, steps, small, text, monkeypatc
     monkeypatch.setattr(FlashMHFForCausalLM, "forward", timed)
     for name in ("monotonic", "perf_counter"):
         monkeypatch.setattr(time, name, lambda: now[0])
-    clock = Clock(200.0, 0.0)
-    models = language_models.train(text.read_bytes(), small.device, clock)
-    assert [len(model.losses) for model in models.values()] == steps and clock.left() >= 0
+    left_out = []
+    models = language_models.train(text.read_bytes(), small.device, 200.0, left_out, None)
+    assert [len(model.losses) for model in models.values()] == steps and now[0] <= 200
     assert all(0 < model.held_out < math.inf for model in models.values())
-    assert clock.left_out == ([] if min(steps) == 24 else [f"{24 - min(steps)} of 24 steps of the language models"])
+    assert left_out == ([] if min(steps) == 24 else [f"{24 - min(steps)} of 24 steps of the language models"])
     label = " and ".join(map(str, dict.fromkeys(steps)))
     assert f"held-out loss after {label} steps" in report.table(small, trained=models)
 
@@ -96,7 +95,7 @@ def test_without_the_extra_the_rest_runs_and_a_failed_check_is_an_error(small, t
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "transformers.utils", None)
     wrong = accuracy.Accuracy("eager float32", "dq", math.nan, 4e-7, 5e-7)
-    monkeypatch.setattr(accuracy, "check", lambda device, backend=None, clock=None: iter([wrong]))
+    monkeypatch.setattr(accuracy, "check", lambda *_: iter([wrong]))
     assert cli.main(["--device", "cpu", "--text", str(text)]) == 1
     captured = capsys.readouterr()
     assert "the language model needs transformers: pip install 'flashmhf[lm]'" in captured.out
@@ -106,7 +105,7 @@ def test_without_the_extra_the_rest_runs_and_a_failed_check_is_an_error(small, t
 
 def test_language_models_learn(small, text, monkeypatch):
     monkeypatch.setitem(language_models.BUDGETS, "cpu", {"length": 32, "batch": 4, "steps": 40})
-    for model in language_models.train(text.read_bytes(), small.device, Clock(200.0, 0.0), 40).values():
+    for model in language_models.train(text.read_bytes(), small.device, math.inf, [], 40).values():
         assert len(model.losses) == 40 and model.losses[0] > math.log(257) - 0.2
         assert max(model.losses[-1], model.held_out) < 4 and model.step_s > 0
 
