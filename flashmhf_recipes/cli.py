@@ -126,8 +126,7 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
     text = language_models.training_text(args.text)
     if not _writable(picture.parent) or not _writable(picture):
         raise OptionError(f"{picture} cannot be written in {Path.cwd()}")
-    setting = speed.setting_of(chosen_device(args.device))
-    left_out: list[str] = []
+    setting, left_out = speed.setting_of(chosen_device(args.device)), []
     print(f"{report.SHOWN[setting.device.type]}\n{report.NOT_SHOWN}\n", flush=True)
     accuracies = _collected(accuracy.check(setting.device, STARTED + LIMIT / 4, left_out), "check against float64")
     measurements = _collected(speed.compare(setting, STARTED + 0.45 * LIMIT, left_out), "time and memory")

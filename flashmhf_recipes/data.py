@@ -6,8 +6,9 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -30,13 +31,13 @@ TOKENS, MANIFEST = "tokens.bin", "manifest.json"
 class Documents:
     """Texts in the order in which a run takes them, and what there is to say of them."""
 
-    records: Iterable[dict]  # iterated once for the tokenizer and once for the tokens
+    records: Callable[[], Iterable[dict]]  # called once for the tokenizer and once for the tokens
     origin: str  # what the records are
     left_out: Counter  # what was not read; documents without text are counted while they are read
 
     def __iter__(self) -> Iterator[str]:
         self.left_out["documents without text"] = 0
-        for record in self.records:
+        for record in self.records():
             if (record["text"] or "").strip():
                 yield record["text"]
             else:
@@ -62,35 +63,30 @@ def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, 
         causes = (error, error.__cause__, getattr(error.__cause__, "__cause__", None))
         raise next((cause for cause in causes if isinstance(cause, DataError | OSError)), error) from None
     origin = f"read {len(files):,} files, {len(table):,} documents, in an order drawn with seed {seed}"
-    return Documents(table.shuffle(seed=seed), origin, left_out)
+    shuffled = table.shuffle(seed=seed)
+    return Documents(lambda: shuffled, origin, left_out)
 
 
 def hosted(name: str, split: str, text_field: str, seed: int) -> Documents:
     """Return a data set by "name" or "name:config", streamed and shuffled. Raises DataError, also while iterated."""
-    next(iter(_Hosted(name, split, text_field, None)), None)  # before a buffer of records is read
-    return Documents(_Hosted(name, split, text_field, seed), f"read data set {name}", Counter())
+    next(_streamed(name, split, text_field, None), None)  # before a buffer of records is read
+    return Documents(partial(_streamed, name, split, text_field, seed), f"read data set {name}", Counter())
 
 
-@dataclass
-class _Hosted:
-    name: str
-    split: str
-    field: str
-    seed: int | None  # None: not shuffled
+def _streamed(name: str, split: str, text_field: str, seed: int | None) -> Iterator[dict[str, str]]:
+    """Yield the records of a data set, shuffled unless ``seed`` is None."""
+    import datasets
 
-    def __iter__(self) -> Iterator[dict[str, str]]:
-        import datasets
-
-        path, _, config = self.name.partition(":")
-        try:
-            stream = datasets.load_dataset(path, config or None, split=self.split, streaming=True)
-            if self.seed is not None:
-                stream = stream.shuffle(seed=self.seed, buffer_size=BUFFERED_RECORDS)
-            for record in stream:
-                check_column(self.field, record)
-                yield {"text": text_of(record[self.field], self.field)}
-        except Exception as error:  # the library raises whatever its parsers do
-            raise DataError(f"data set {self.name!r} cannot be read: {' '.join(str(error).split())}") from error
+    path, _, config = name.partition(":")
+    try:
+        stream = datasets.load_dataset(path, config or None, split=split, streaming=True)
+        if seed is not None:
+            stream = stream.shuffle(seed=seed, buffer_size=BUFFERED_RECORDS)
+        for record in stream:
+            check_column(text_field, record)
+            yield {"text": text_of(record[text_field], text_field)}
+    except Exception as error:  # the library raises whatever its parsers do
+        raise DataError(f"data set {name!r} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def encode(texts: Iterable[str], tokenizer) -> Iterator[np.ndarray]:

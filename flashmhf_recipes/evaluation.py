@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -62,7 +62,7 @@ def held_out_loss(
     if batch < 1:
         raise OptionError(f"batch is {batch}; it must be at least 1")
     files, left_out = find_files(paths)
-    documents = Documents(read(files, text_field), f"read {len(files):,} files", left_out)
+    documents = Documents(partial(read, files, text_field), f"read {len(files):,} files", left_out)
     nats, tokens, size, count = 0.0, 0, 0, 0
     with tqdm(desc="evaluating", unit="token", unit_scale=True, disable=not bar) as progress:
         for text in documents:

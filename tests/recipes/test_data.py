@@ -139,7 +139,8 @@ def test_long_words_do_not_stop_tokenizer_training(text):
 
 
 def test_packing_joins_documents_with_end_of_text(bpe, tmp_path):
-    texts = data.Documents([{"text": text} for text in ("alpha beta", " ", None, "gamma")], "texts", Counter())
+    records = [{"text": text} for text in ("alpha beta", " ", None, "gamma")]
+    texts = data.Documents(lambda: records, "texts", Counter())
     report, tokens = data.store(tmp_path, texts, bpe, 10**6), data.load(tmp_path)
     expected = [*bpe("alpha beta")["input_ids"], 0, *bpe("gamma")["input_ids"], 0]
     assert tokens[:].tolist() == expected and tokens.dtype == "uint16"

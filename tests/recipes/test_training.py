@@ -151,7 +151,7 @@ def test_compiled_training(precision, rel, text, tmp_path):
 def test_compiled_training_on_a_gpu(text, tmp_path):
     """bf16 autocast through Inductor and the fused kernels: one graph, and the loss falls as in float32 without
     compilation. The tokens lie there as another run's do: files are read with datasets, which may be missing."""
-    documents = data.Documents([{"text": text.read_text()}], "a text", Counter())
+    documents = data.Documents(lambda: [{"text": text.read_text()}], "a text", Counter())
     made = tokenizer.train(documents, 300)
     made.save_pretrained(tmp_path / "tokens" / training.TOKENIZER)
     (tmp_path / "tokens" / training.DATA).mkdir()
