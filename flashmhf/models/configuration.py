@@ -8,7 +8,6 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from ..checks import divisor, positive
-from ..nn.convert import SILU
 from ..nn.flashmhf import default_num_heads, default_subnet_dim
 from ..nn.init import DEFAULT_INIT, INITS, OfficialInit
 from ..reference import ACTIVATIONS
@@ -82,7 +81,7 @@ class FlashMHFConfig(LlamaConfig):
             self.ffn_num_subnets = min(divisors, key=lambda count: abs(count - wanted), default=1)
         if self.ffn_init is None:
             self.ffn_init = "normal" if self.ffn_type == "pkv" else DEFAULT_INIT
-        if self.hidden_act in SILU:
+        if self.hidden_act == "swish":  # transformers' other name of it
             self.hidden_act = "silu"
         super().__post_init__(**kwargs)
 
@@ -107,6 +106,9 @@ class FlashMHFConfig(LlamaConfig):
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers"):
             positive(name, getattr(self, name))
         divisor("num_key_value_heads", self.num_key_value_heads, "num_attention_heads", self.num_attention_heads)
+        known = [name for name in self.__dataclass_fields__ if name.startswith("ffn_")]
+        if unknown := sorted(name for name in vars(self) if name.startswith("ffn_") and name not in known):
+            raise ValueError(f"unknown settings: {unknown}; supported: {', '.join(known)}")
         if self.ffn_type not in FFN_TYPES:
             raise ValueError(f"ffn_type is {self.ffn_type!r}; supported: {', '.join(FFN_TYPES)}")
         if self.ffn_init not in INITS:

@@ -65,8 +65,7 @@ def config_from_official(official: Mapping[str, object]) -> FlashMHFConfig:
     divisor("num_kuv_heads", kv_heads, "num_heads", heads)
     custom = bool(settings.get("custom_init"))
     return FlashMHFConfig(
-        **{**shared, "hidden_act": convert.official_activation(official)}, rope_parameters=rope,
-        ffn_type="flashmhf" if mixture else "mh_ffn", ffn_num_heads=heads,
+        **shared, rope_parameters=rope, ffn_type="flashmhf" if mixture else "mh_ffn", ffn_num_heads=heads,
         ffn_num_kv_heads=None if kv_heads == heads else kv_heads,
         ffn_num_subnets=settings.get("num_experts", 1) if mixture else None,
         ffn_q_norm=bool(settings.get("apply_rmsnorm", False)), ffn_skip_linear=bool(settings.get("skip_linear", False)),
@@ -90,14 +89,6 @@ def _official_init(official: Mapping[str, object], settings: Mapping[str, object
     return {name: value for name, value in gains.items() if value != getattr(OfficialInit(), name)}
 
 
-def _check_sizes(prefix: str, official: Mapping[str, Tensor], config: FlashMHFConfig) -> None:
-    """Raise ValueError if one network's official weights have other sizes than the configuration."""
-    heads, kv_heads = config.ffn_num_heads, config.ffn_num_kv_heads or config.ffn_num_heads
-    expected = (config.intermediate_size, config.hidden_size // heads * kv_heads)
-    meaning = "[d_ff, H_kv d_h] of the configuration"
-    expect_shape(f"{prefix}gate_weight", official["gate_weight"], expected, meaning)
-
-
 def _converted(state: Mapping[str, Tensor], config: FlashMHFConfig, scales: tuple[float, float]) -> dict[str, Tensor]:
     """Return our state dict for the official one of a whole model. K, U and V are multiplied by ``scales``."""
     ours, networks = {}, {}
@@ -116,7 +107,9 @@ def _converted(state: Mapping[str, Tensor], config: FlashMHFConfig, scales: tupl
     sizes = {"num_kv_heads": config.ffn_num_kv_heads, "skip_linear": config.ffn_skip_linear}
     for prefix, official in networks.items():
         network = convert.from_official(official, config.ffn_num_heads, config.ffn_num_subnets, scales=scales, **sizes)
-        _check_sizes(prefix, official, config)
+        columns = network["k"].shape[0] * config.hidden_size // config.ffn_num_heads
+        expected = (config.intermediate_size, columns), "[d_ff, H_kv d_h] of the configuration"
+        expect_shape(f"{prefix}gate_weight", official["gate_weight"], *expected)
         if not config.ffn_q_norm:
             network.pop("q_norm.weight", None)
         ours |= {prefix + name: tensor for name, tensor in network.items()}

@@ -87,6 +87,7 @@ class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
 
     def __init__(self, config: FlashMHFConfig):
         LlamaPreTrainedModel.__init__(self, config)
+        config.validate()  # settings may have been changed since it was made
         # An embedding has no gradient at its padding index: end-of-text would not be learnt where it is the padding.
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         self.padding_idx = None if config.pad_token_id in ends else config.pad_token_id

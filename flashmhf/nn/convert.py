@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .. import checks
 from ..checks import divisor, positive
-from ..reference import ACTIVATIONS
 
 _STACKED = {"gate_weight": "k", "up_weight": "u", "down_weight": "v"}
 _RENAMED = {
@@ -24,7 +23,6 @@ _RENAMED = {
 }  # fmt: skip
 _OPTIONAL = {"q_norm.weight", "w_self.bias", "w_self_2.bias"}
 _LINEAR = {"w_self.weight", "w_self_2.weight"}
-SILU = ("silu", "swish")  # transformers' names of x sigmoid(x)
 PREFIXES = {"mhffnmoe": "mhffnmoe_", "mhffn": "mhffn_"}  # of an official configuration's settings, by its model_type
 
 
@@ -36,17 +34,6 @@ def official_settings(config: Mapping[str, object]) -> dict[str, object]:
         raise ValueError(f"model_type is {model_type!r}; expected {', '.join(map(repr, PREFIXES))}")
     prefix = PREFIXES[model_type]
     return {name.removeprefix(prefix): value for name, value in config.items() if name.startswith(prefix)}
-
-
-def official_activation(config: Mapping[str, object]) -> str:
-    """Return our name of an official ``hidden_act``. Raises NotImplementedError for one that no back end has."""
-    name = config.get("hidden_act", "silu")
-    if name in SILU:
-        return "silu"
-    if name not in ACTIVATIONS:
-        supported = ", ".join(map(repr, [*ACTIVATIONS, *SILU[1:]]))
-        raise NotImplementedError(f"hidden_act={name!r} is not supported; supported: {supported}")
-    return name
 
 
 def official_scales(config: Mapping[str, object]) -> tuple[float, float]:
@@ -100,14 +87,16 @@ def _optional_names(skip_linear: bool, gated: bool) -> set[str]:
     return _OPTIONAL | (_LINEAR if skip_linear else set()) | (set() if gated else {"router"})
 
 
-def check_official(
-    state: Mapping[str, Tensor], num_heads: int, num_subnets: int | None, num_kv_heads: int | None = None,
-    skip_linear: bool = False,
-) -> None:  # fmt: skip
-    """Check every name and size of one module's official state dict against H, E and the other tensors.
+def from_official(
+    state: Mapping[str, Tensor], num_heads: int, num_subnets: int | None = None, *, num_kv_heads: int | None = None,
+    skip_linear: bool = False, scales: tuple[float, float] = (1.0, 1.0),
+) -> dict[str, Tensor]:  # fmt: skip
+    """Convert one module's official state dict to that of ``FlashMHF``, or of ``MHFFN`` if ``num_subnets`` is None.
 
-    Raises KeyError for a missing tensor, ValueError for unknown names, a router without num_subnets and shapes that do
-    not fit, TypeError and ValueError if H or E is not a positive integer.
+    num_kv_heads: None for H. skip_linear: without W_in and W_out. scales: :func:`official_scales`, multiplied into K, U
+    and V. ``q_norm.weight`` is kept when present; drop it when the configuration has it off. Raises KeyError for a
+    missing tensor, ValueError for unknown names, a router without num_subnets and sizes that do not fit, TypeError if H
+    or E is not an integer.
     """
     _check_tensors(state)
     heads, gated = positive("num_heads", num_heads), num_subnets is not None
@@ -126,27 +115,12 @@ def check_official(
     _check_shapes(state, {name: (shape, "gate_weight's shape") for name in _STACKED})
     shared = _shared_shapes(heads, subnets, shape[1] // kv_heads)
     _check_shapes(state, {theirs: shared[ours] for theirs, ours in _RENAMED.items()})
-
-
-def from_official(
-    state: Mapping[str, Tensor], num_heads: int, num_subnets: int | None = None, *, num_kv_heads: int | None = None,
-    skip_linear: bool = False, scales: tuple[float, float] = (1.0, 1.0),
-) -> dict[str, Tensor]:  # fmt: skip
-    """Convert one module's official state dict to that of ``FlashMHF``, or of ``MHFFN`` if ``num_subnets`` is None.
-
-    num_kv_heads: None for H. skip_linear: without W_in and W_out. scales: :func:`official_scales`, multiplied into K, U
-    and V. ``q_norm.weight`` is kept when present; drop it when the configuration has it off. Raises KeyError for a
-    missing tensor, ValueError for unknown names and for sizes that do not fit, TypeError if H or E is not an integer.
-    """
-    check_official(state, num_heads, num_subnets, num_kv_heads, skip_linear)
-    subnets, kv_heads = num_subnets or 1, num_kv_heads or num_heads
-    rows, columns = state["gate_weight"].shape
     result = {ours: state[theirs] for theirs, ours in _RENAMED.items() if theirs in state}
     for theirs, ours in _STACKED.items():
-        stacked = state[theirs].reshape(subnets, rows // subnets, kv_heads, columns // kv_heads).permute(2, 0, 1, 3)
+        stacked = state[theirs].unflatten(1, (kv_heads, -1)).unflatten(0, (subnets, -1)).permute(2, 0, 1, 3)
         scale = scales[1] if ours == "v" else scales[0]
         weight = stacked.contiguous() if scale == 1 else (stacked.double() * scale).to(stacked.dtype).contiguous()
-        result[ours] = weight if num_subnets is not None else weight.squeeze(1)
+        result[ours] = weight if gated else weight.squeeze(1)
     return result
 
 

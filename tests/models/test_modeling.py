@@ -238,6 +238,7 @@ def test_parallel_plans_name_existing_modules(ffn):
     ({"ffn_type": "pkv", "ffn_num_subnets": None, "ffn_skip_linear": True}, "ffn_skip_linear=True needs ffn_type"),
     ({"ffn_skip_linear": True, "mlp_bias": True}, "mlp_bias=True is not supported with ffn_skip_linear=True"),
     ({"ffn_official_init": {"gate": 2.0}}, r"ffn_official_init has \['gate'\]; supported: in_proj"),
+    ({"ffn_num_subnet": 4}, r"unknown settings: \['ffn_num_subnet'\]; supported: ffn_type, ffn_num_heads, ffn_n"),
     ({"ffn_num_heads": "2"}, "ffn_num_heads.* expected int, got str"),
     ({"ffn_num_heads": 0, "ffn_num_subnets": None}, "ffn_num_heads is 0; it must be at least 1"),
     ({"ffn_norm": "False"}, "ffn_norm.* expected bool, got str"),  # true as a condition
@@ -249,6 +250,11 @@ def test_parallel_plans_name_existing_modules(ffn):
 def test_configuration_refusals(settings, message):
     with pytest.raises(StrictDataclassError, match=message):
         preset("flashmhf-tiny").config(**settings)
+    config = preset("flashmhf-tiny").config()
+    with pytest.raises(StrictDataclassError, match=message):  # of settings that are changed later, too
+        for name, value in settings.items():
+            setattr(config, name, value)
+        FlashMHFForCausalLM(config)
 
 
 def test_configuration_defaults():
