@@ -42,6 +42,13 @@ class FlashMHFQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse a record for a checkpoint that has none of its own: it names networks that are not there."""
+        given = self.quantization_config
+        if not self.pre_quantized and (given.networks or given.fp8 is not True):
+            found = "quantization_config is a FlashMHFRecord, and the checkpoint's configuration has none"
+            raise ValueError(f"{found}; supported: FlashMHFFp8Config(), or a config= that holds the record")
+
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Take the guard off, and what is to be quantised later: no other hook comes before the model is built."""
         guard(config, False)

@@ -20,7 +20,7 @@ from ..nn.weights import check_held
 from ..quantize import LAYOUT, Fp8FlashMHF
 from ..quantize.modules import METHOD, own_method
 from .configuration import FlashMHFConfig
-from .modeling import feed_forward
+from .modeling import FlashMHFDecoderLayer, feed_forward
 
 _SETTINGS = ("d_model", "num_heads", "num_subnets", "subnet_dim", "router_eps", "backend", "deterministic")
 _TRANSPARENT = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # state dicts leave these names out
@@ -74,6 +74,9 @@ def described(model: PreTrainedModel, changes: bool = False) -> FlashMHFRecord |
     with torch.device("meta"):
         built = feed_forward(config) if isinstance(config, FlashMHFConfig) else None
     usual = _compared(settings_of(built)) if isinstance(built, FlashMHF) else None
+    for name, layer in networks_in(model, FlashMHFDecoderLayer).items():
+        if not (networks_in(layer.mlp, Network | Fp8FlashMHF) or isinstance(built, SwiGLU)):
+            raise ValueError(f"{name}.mlp is a {type(layer.mlp).__name__}, which is not recorded; supported: FlashMHF")
     for name, network in networks_in(model, Network | Fp8FlashMHF).items():
         if not isinstance(network, FlashMHF | Fp8FlashMHF):
             if isinstance(network, SwiGLU if built is None else type(built)):

@@ -38,18 +38,14 @@ def test_the_network_of_a_configuration():
         assert not state
         with torch.no_grad():
             assert torch.equal(served(x), whole(x)), ffn
-    tiny, packed = preset("flashmhf-tiny").config, FlashMHFFp8Config().to_dict()
+    tiny, partly = preset("flashmhf-tiny").config, FlashMHFFp8Config().to_dict() | {"fp8": ["model.layers.0.mlp"]}
     for config, error, message in (
         (tiny(ffn_skip_linear=True), NotImplementedError, "skip_linear is True; supported: False"),
         (preset("swiglu-tiny").config(), NotImplementedError, "ffn_type is 'swiglu'; supported: flashmhf, mh_ffn, pkv"),
         (preset("dense_moe-tiny").config(), NotImplementedError, "'dense_moe'; supported: .*; swiglu as the engine"),
         (tiny(ffn_num_heads=1), ValueError, "ffn_num_heads is 1; supported: multiples of the tensor-parallel size 2"),
         (tiny(ffn_num_kv_heads=1), ValueError, "ffn_num_kv_heads is 1; supported: multiples"),
-        (
-            tiny(quantization_config=packed | {"fp8": ["model.layers.0.mlp"]}),
-            NotImplementedError,
-            "networks of other sizes or partly in FP8",
-        ),
+        (tiny(quantization_config=partly), NotImplementedError, "networks of other sizes or partly in FP8"),
     ):
         with pytest.raises(error, match=message):
             served_feed_forward(config, Rank(0, 2, lambda y: y))

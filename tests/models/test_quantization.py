@@ -223,7 +223,7 @@ def test_weights_without_their_record_are_refused(tmp_path):
         (llama, tmp_path / "inner", {"config": bare}),
         (llama, None, {"config": bare, "state_dict": model.state_dict()}),
         (AutoModelForCausalLM, tmp_path / "fp8", {"config": ours}),
-        (AutoModelForCausalLM, tmp_path / "other", {"ffn_type": "swiglu"}),
+        (AutoModelForCausalLM, tmp_path / "other", {"ffn_type": "swiglu", "ffn_num_heads": None}),
     ):
         with pytest.raises(ValueError, match=r"has (model\.)?layers.0.mlp.k8?, and .* no network that takes it"):
             given.from_pretrained(where, **settings)
@@ -278,6 +278,8 @@ UNRECORDED = {  # what is done to a model, and the error
      "model.layers.1.mlp has out_proj.bias, which is not recorded"),
     "compiled": (lambda model: put(model, torch.compile(mlp(model), backend="eager")),
      "model.layers.1.mlp._orig_mod is compiled.*supported: compiled by .compile()"),
+    "of another kind in our class": (lambda model: put(model, nn.Identity()),
+     "model.layers.1.mlp is a Identity, which is not recorded; supported: FlashMHF"),
     "a subclass": (lambda model: put(model, HALVED(128, 2, 3, 16)),
      "model.layers.1.mlp is a Halved with a _mix of its own, which is not recorded"),
     "another kind": (lambda model: put(model, flashmhf.MHFFN(128, 2, 16)),
@@ -289,7 +291,7 @@ UNRECORDED = {  # what is done to a model, and the error
 
 @pytest.mark.parametrize("what", UNRECORDED)
 def test_what_cannot_be_recorded_is_not_saved(what, tmp_path):
-    model, (change, message) = replaced(), UNRECORDED[what]
+    model, (change, message) = (tiny if "our class" in what else replaced)(), UNRECORDED[what]
     change(model)
     with pytest.raises(ValueError, match=message):
         model.save_pretrained(tmp_path / "new")
@@ -431,6 +433,9 @@ def test_refusals(stored, tmp_path):
     replaced().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="quantized with FlashMHFRecord but you are passing a FlashMHFFp8Config"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FlashMHFFp8Config())
+    for given in (FlashMHFRecord(), FlashMHFRecord(fp8=["model.layers.0.mlp"]), replaced().config.quantization_config):
+        with pytest.raises(ValueError, match="the checkpoint's configuration has none; supported: FlashMHFFp8Config()"):
+            AutoModelForCausalLM.from_pretrained(stored / "plain", quantization_config=given)
     with pytest.raises(ValueError, match="quant_method is 'fp8'; supported: 'flashmhf'"):
         FlashMHFRecord(quant_method="fp8")
     parts = "model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"
