@@ -119,6 +119,8 @@ def replace_ffn(
             held = f"{name}.{each}".lstrip(".")
             check_held(held, projection, empty)
         if is_swiglu(module):
+            if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
+                raise ValueError(f"{name} has forward hooks, which would be lost; supported: hooks set afterwards")
             shared.setdefault(id(module), []).append(name)
     names = [name for members in shared.values() for name in members]
     if not names:

@@ -157,6 +157,8 @@ OTHER = {"quant_method": "torchao"}
         (lambda: swiglus(64), {"num_heads": 2.0}, TypeError, "num_heads"),
         (lambda: swiglus(64, 50), {"num_heads": 4}, ValueError, "d_model is 50; it must be a multiple of num_heads"),
         (adapted, {}, ValueError, "self_attn.q_proj is held by an adapter; .*before get_peft_model"),
+        (lambda: changed(foreign(), "model.layers.1.mlp.up_proj", _forward_hooks={0: print}), {}, ValueError,
+         "model.layers.1.mlp has forward hooks, which would be lost; supported: hooks set afterwards"),
         (lambda: changed(foreign(), "config", quantization_config=OTHER), {}, ValueError,
          "LlamaForCausalLM is quantised by 'torchao'; supported: no other method"),
         (lambda: changed(foreign(), "model.layers.1", mlp=flashmhf.MHFFN(128, 2, 16)), {}, ValueError,
