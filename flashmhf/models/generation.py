@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -46,18 +47,21 @@ def generate(
 ) -> str:  # fmt: skip
     """Return the continuation of ``prompt``, without it. Temperature 0 takes the likeliest token.
 
-    The model's own settings take no part, and nothing is written to the model. An empty prompt starts after an
-    end-of-text token. ``streamer`` gets the tokens as they come (:func:`printer`). Raises ValueError for settings out
-    of range, a prompt that leaves no room, is not Unicode or has nothing to start after, and probabilities not finite;
-    TypeError for a model that is not transformers'.
+    The model's own settings take no part, and nothing is written to the model. The prompt gets no special tokens, as
+    texts in training; an empty one starts after an end-of-text token. ``streamer`` gets the tokens as they come
+    (:func:`printer`). Raises ValueError for settings out of range, a prompt that leaves no room, is not Unicode or has
+    nothing to start after, and probabilities not finite; TypeError for other types.
     """
     checks.instance("model", model, PreTrainedModel, "a transformers.PreTrainedModel")
+    checks.instance("prompt", prompt, str)
+    checks.instance("temperature", temperature, Real, "a number")
+    checks.instance("top_p", top_p, Real, "a number")
+    checks.instance("seed", seed, int | None, "an int or None")
     if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < math.inf):
         raise ValueError(f"temperature is {temperature}; supported: 0, and finite numbers from {LOWEST_TEMPERATURE} on")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    checks.positive("max_new_tokens", max_new_tokens)
     if seed is not None and not 0 <= seed < 1 << 32:
         raise ValueError(f"seed is {seed}; supported: integers from 0 to 2^32 - 1")
     try:

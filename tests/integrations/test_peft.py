@@ -67,26 +67,20 @@ def test_hooks_of_the_weights_are_refused(register):
 
 
 def test_lora_of_every_weight_is_stored_and_merged(tmp_path):
-    """MHFFN's, [H, intermediate_dim, d_h], have three dimensions as they are. That it learns is what examples/lora.py
-    shows."""
+    """MHFFN's, [H, intermediate_dim, d_h], have three dimensions as they are. examples/lora.py shows that it learns."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     base, x = make_model(), torch.randn(64, 32)
     model = copy.deepcopy(base)
     stack_weights(model.ffn)
     weights = [f"{network}.{name}" for network in ("ffn", "plain") for name in "kuv"]
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["in_proj", "out_proj"], target_parameters=weights)
-    model = peft.get_peft_model(model, config)
-    torch.testing.assert_close(model(x), base(x))  # B starts at zero
+    settings = {"target_modules": ["in_proj", "out_proj"], "target_parameters": weights, "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, **settings))
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(trainable) == 20 and all("lora_" in name for name in trainable)
-    optimizer = torch.optim.Adam(trainable.values(), lr=0.02)
-    for _ in range(20):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in trainable.values())
-        optimizer.step()
     after = model(x)
+    after.square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in trainable.values())
 
     model.save_pretrained(tmp_path)
     again = copy.deepcopy(base)

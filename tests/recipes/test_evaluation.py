@@ -135,6 +135,9 @@ def test_generation(trained):
     *(("x", {"seed": seed}, f"seed is {seed}; supported: integers from 0 to") for seed in (-1, 1 << 32)),
     ("cat dog " * 200, {}, "the model has 128 positions"),
     ("\udcff", {}, "prompt is not Unicode"),
+    (["x"], {}, "prompt must be a str, got list"),
+    ("x", {"max_new_tokens": 2.5}, "max_new_tokens must be an int, got float"),
+    *(("x", {name: "1"}, f"{name} must be a.*, got str") for name in ("temperature", "top_p", "seed")),
     ("", {"eos_token": None}, "prompt is empty, and the tokenizer has no end-of-text token"),
     *(("the cat", {"temperature": value, "logit": math.nan}, "the model's logits are not finite: its weights")
       for value in (0.0, 1.0)),
@@ -147,7 +150,7 @@ def test_generation_refuses(prompt, settings, message, trained, monkeypatch):
     if "logit" in settings:
         logit = settings.pop("logit")
         monkeypatch.setattr(model.lm_head, "forward", lambda x: torch.full((*x.shape[:-1], 300), logit))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         generation.generate(model, tokenizer, prompt, **settings)
 
 
