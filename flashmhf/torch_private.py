@@ -10,10 +10,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_autocast_enabled
+from torch._C import _len_torch_function_stack
 from torch._library import simple_registry
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module
 from torch.utils._device import DeviceContext
@@ -31,6 +33,14 @@ _AUTOCAST = functools.reduce(
 def never_compiled(function: Callable) -> Callable:
     """Keep Dynamo out of ``function``, as torch.optim does; torch.compiler.disable would import Dynamo at once."""
     return torch._disable_dynamo(function)
+
+
+def constant_in_graphs(method: Callable) -> Callable:
+    """Make Dynamo call ``method`` while it traces and hold the answer: torch.compiler.assume_constant_result would
+    import Dynamo at once.
+    """
+    method._dynamo_marked_constant = True
+    return method
 
 
 def below_autograd() -> AbstractContextManager:
@@ -68,11 +78,11 @@ def is_observed(device_type: str) -> bool:
     """Return whether something sees or changes single calls of a network's parts on this device type: autocast, global
     hooks, torch.func, forward mode, torch.jit.trace, a dispatch or function mode other than torch.compile's own.
     """
+    if is_dynamo_compiling():  # which asks for global hooks itself
+        return is_autocast_enabled(device_type) or (_len_torch_function_stack() > 0 and _has_function_mode())
     if autocasts(device_type) or module._global_forward_pre_hooks or module._global_forward_hooks:
         return True
-    if torch.compiler.is_compiling():
-        return torch.compiler.is_dynamo_compiling() and _has_function_mode()
-    return (
+    return not is_compiling() and (
         torch._C._are_functorch_transforms_active()
         or torch.jit.is_tracing()
         or torch.autograd.forward_ad._current_level >= 0

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.types import Device
 
+from .. import torch_private
 from ..backends import REFERENCE, check_name
 from ..backends.contract import LayerWeights
 from ..checks import epsilon, instance, positive
 from ..ops import layer
 from ..ops.mix import gated_flash_mhf
-from .multihead import GroupedHeads, check_input, plain_layer
+from .multihead import GroupedHeads, check_input, has_plain_parts, layer_weights, remains
 from .network import constant
 
 
@@ -27,7 +29,8 @@ def default_subnet_dim(head_dim: int) -> int:
     return -(-8 * positive("head_dim", head_dim) // (3 * 64)) * 64
 
 
-_PARTS = ("split_heads", "normalise", "_mix", "_weights", "join_heads")
+_PARTS = "split_heads normalise _mix _weights join_heads"
+_WEIGHTS = ("k", "u", "v", "router")
 
 
 class FlashMHF(GroupedHeads):
@@ -91,7 +94,7 @@ class FlashMHF(GroupedHeads):
         check_input(x, self.d_model)
         k = self._parameters.get("k")
         # In training nothing more is asked, and a compiled graph has no guards on it.
-        trains = torch.is_grad_enabled() and k is not None and k.requires_grad
+        trains = is_grad_enabled() and k is not None and k.requires_grad
         weights = None if trains else self._plain_weights()
         if weights is None or not layer.serves(x, weights):
             return self.join_heads(self._mix(self.split_heads(x)))
@@ -99,16 +102,24 @@ class FlashMHF(GroupedHeads):
 
     def _plain_weights(self) -> LayerWeights | None:
         """Return the weights if the module and its parts compute what their classes say, else None."""
-        kind, own, parameters = type(self), self.__dict__, self._parameters
-        for name in _PARTS:
-            if name in own or (kind is not FlashMHF and getattr(kind, name) is not getattr(FlashMHF, name)):
-                return None
-        if self.backend == REFERENCE and torch.compiler.is_compiling():
+        if self.backend == REFERENCE and is_compiling():
             return None  # compiled graphs and exported programs of the definition consist of PyTorch's own operations
-        k, u, v, router = parameters.get("k"), parameters.get("u"), parameters.get("v"), parameters.get("router")
-        if k is None or u is None or v is None or router is None:
-            return None  # computed, as pruning does
-        return plain_layer(self, (k, u, v) if k.dim() == 4 else self._weights(), router)
+        if not self._is_plain() or (is_dynamo_compiling() and not remains(self, _PARTS)):
+            return None
+        parameters = self._parameters
+        k, u, v, router = parameters["k"], parameters["u"], parameters["v"], parameters["router"]
+        return layer_weights(self, (k, u, v) if k.dim() == 4 else self._weights(), router)
+
+    @torch_private.constant_in_graphs
+    def _is_plain(self) -> bool:
+        kind, own, parameters = type(self), self.__dict__, self._parameters
+        for name in _PARTS.split():
+            if name in own or (kind is not FlashMHF and getattr(kind, name) is not getattr(FlashMHF, name)):
+                return False
+        for name in _WEIGHTS:
+            if parameters.get(name) is None:
+                return False  # computed, as pruning does
+        return layer.all_ordinary(parameters.values()) and has_plain_parts(self)
 
     def _mix(self, q: Tensor) -> Tensor:
         """Return S for Q, both [..., H, d_h]. The caller keeps no Q: without gradients it is freed before out_proj."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.types import Device
 
 from .. import checks, reference, torch_private
 from ..backends.contract import LayerWeights, ProjectionWeights
 from ..checks import divisor, epsilon, flag, positive
+from ..ops.layer import all_ordinary
 from .init import GATED_VARIANCE
 from .network import Network, constant
 
-_LINEAR = nn.Linear.forward, nn.functional.linear  # as PyTorch has them: programs patch both
+_FORWARD, _LINEAR = nn.Linear.forward, functional.linear  # as PyTorch has them: programs patch both
 
 
 def check_input(x: Tensor, d_model: int) -> None:
@@ -33,7 +36,7 @@ def check_matches(x: Tensor, first: nn.Module | Tensor) -> None:
     """
     weight = first
     if isinstance(first, nn.Module):
-        if type(first).forward is not _LINEAR[0] or "forward" in first.__dict__ or first._forward_pre_hooks:
+        if type(first).forward is not _FORWARD or "forward" in first.__dict__ or first._forward_pre_hooks:
             return
         weight = first._parameters.get("weight")
     if type(weight) is not nn.Parameter or type(x) not in (Tensor, nn.Parameter):
@@ -66,27 +69,50 @@ class HeadRMSNorm(nn.Module):
         return reference.normalise_heads(q, self.weight, self.eps)
 
 
-def plain_layer(module: nn.Module, networks: tuple[Tensor, ...], router: Tensor) -> LayerWeights | None:
-    """Return the weights of a whole layer if no part of it is hooked, replaced, patched or computed, else None."""
+_KINDS = {"in_proj": nn.Linear, "out_proj": nn.Linear, "q_norm": HeadRMSNorm}
+
+
+def has_plain_parts(module: nn.Module) -> bool:
+    """Return whether no part of a whole layer is hooked, replaced, patched or computed."""
     modules = module._modules  # not attributes, each of which takes the host a microsecond
-    in_proj, out_proj, q_norm = modules.get("in_proj"), modules.get("out_proj"), modules.get("q_norm")
-    if (nn.Linear.forward, nn.functional.linear) != _LINEAR:
-        return None
-    for part, kind in ((in_proj, nn.Linear), (out_proj, nn.Linear), (q_norm, HeadRMSNorm)):
+    if (nn.Linear.forward, functional.linear) != (_FORWARD, _LINEAR):
+        return False
+    for name, kind in _KINDS.items():
+        part = modules.get(name)
         if part is None and kind is HeadRMSNorm:
             continue
         # A subclass that keeps the forward, such as Projection, computes what its base does.
         if getattr(type(part), "forward", None) is not kind.forward or "forward" in part.__dict__:
-            return None
+            return False
         if part._forward_pre_hooks or part._forward_hooks:
-            return None
+            return False
         # what a parametrisation, pruning or spectral_norm computes is no parameter
-        if part._parameters.get("weight") is None or (kind is nn.Linear and "bias" not in part._parameters):
-            return None
-    in_weights = ProjectionWeights(in_proj._parameters["weight"], in_proj._parameters["bias"])
-    out_weights = ProjectionWeights(out_proj._parameters["weight"], out_proj._parameters["bias"])
+        held = part._parameters
+        if held.get("weight") is None or (kind is nn.Linear and "bias" not in held) or not all_ordinary(held.values()):
+            return False
+    return True
+
+
+def remains(module: nn.Module, methods: str) -> bool:
+    """Return True, traced after :func:`has_plain_parts`: the graph then asks in every call what PyTorch's own compiled
+    modules ask, whether an instance got a method of its own or linear was patched. Hooks and classes they do not ask.
+    """
+    for name in methods.split():  # of a tuple the graph would ask for every element
+        if not isinstance(getattr(module, name), MethodType):
+            return False
+    for part in module._modules.values():
+        if part is not None and not isinstance(part.forward, MethodType):
+            return False
+    return functional.linear is _LINEAR
+
+
+def layer_weights(module: nn.Module, networks: tuple[Tensor, ...], router: Tensor) -> LayerWeights:
+    """Return the weights of a layer that has plain parts."""
+    modules = module._modules
+    first, last, q_norm = modules["in_proj"]._parameters, modules["out_proj"]._parameters, modules.get("q_norm")
+    ends = ProjectionWeights(first["weight"], first["bias"]), ProjectionWeights(last["weight"], last["bias"])
     norm = (None, 0.0) if q_norm is None else (q_norm._parameters["weight"], q_norm.eps)
-    return LayerWeights(in_weights, networks, router, module.router_eps, out_weights, *norm)
+    return LayerWeights(ends[0], networks, router, float(module._router_eps), ends[1], *norm)
 
 
 class MultiHead(Network):

@@ -6,14 +6,17 @@ on that number, and CUDA graphs can capture it. Whether a module's call may run 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.functional import linear
 
-from .. import backends, checks, reference, torch_private
+from .. import backends, checks, reference
 from ..backends.contract import LayerWeights, ProjectionWeights
+from ..torch_private import is_observed
 from .library import define, register_vmap
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
@@ -159,6 +162,7 @@ define("layer", _PLAIN, _layer, _checked_values, _fake, _in_graph, casts=(*_ENDS
 define("fp8_layer", _FP8, _fp8_layer, _checked_values, _fake, _in_graph, casts=_ENDS)
 register_vmap("layer", 0)
 register_vmap("fp8_layer", 0)
+_LAYER, _FP8_LAYER = torch.ops.flashmhf.layer, torch.ops.flashmhf.fp8_layer
 
 
 def call(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor:
@@ -168,38 +172,38 @@ def call(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: st
     in_proj, networks, router, eps, out_proj, *norm = weights
     operands = (x, *in_proj, *networks, router, eps, *out_proj, *norm)
     if len(networks) == 4:  # is_fp8, a property that Dynamo of torch 2.10 cannot trace
-        return torch.ops.flashmhf.fp8_layer(*operands, backend=backend)
-    return torch.ops.flashmhf.layer(*operands, backend=backend, activation=activation)
+        return _FP8_LAYER(*operands, backend=backend)
+    return _LAYER(*operands, backend=backend, activation=activation)
 
 
 def serves(x: Tensor, weights: LayerWeights) -> bool:
     """Return whether only the values of a layer's call on x matter, so that it may run as one operation: no gradient is
-    wanted, nobody watches the calls of its parts, all tensors are PyTorch's own, and x is as the weights are.
+    wanted, nobody watches the calls of its parts, x is PyTorch's own tensor, and as the weights are.
     """
-    if torch_private.is_observed(x.device.type):
-        return False
-    differentiated = torch.is_grad_enabled()
     in_proj, networks, router, _, out_proj, q_norm, _ = weights
-    for tensor in (x, *in_proj, *networks, router, *out_proj, q_norm):
-        if tensor is None:
-            continue
-        if type(tensor) not in _ORDINARY and not _stands_for_one(tensor):
-            return False
-        if differentiated and tensor.requires_grad:
-            return False
-    return x.dtype == in_proj.w.dtype and x.device == in_proj.w.device
-
-
-def _stands_for_one(x: Tensor) -> bool:
-    """Return whether x stands for an ordinary tensor while a graph is traced."""
-    # Dynamo shows a plain tensor as one, and that of torch 2.11 cannot ask the class of a DTensor for an attribute.
-    if not torch.compiler.is_compiling() or torch.compiler.is_dynamo_compiling():
+    if x.dtype != in_proj.w.dtype or x.device != in_proj.w.device or not all_ordinary((x,)):
         return False
-    return not hasattr(type(x), "__tensor_flatten__")  # a DTensor and its kin can be flattened
+    if is_observed(x.device.type):
+        return False
+    if is_grad_enabled():
+        for tensor in (x, *in_proj, *networks, router, *out_proj, q_norm):
+            if tensor is not None and tensor.requires_grad:
+                return False
+    return True
+
+
+def all_ordinary(tensors: Iterable[Tensor | None]) -> bool:
+    """Return whether all are PyTorch's own tensors, or stand for such while a graph is traced."""
+    for tensor in tensors:
+        if type(tensor) not in _ORDINARY and tensor is not None:
+            # Dynamo shows a plain tensor as one, and that of torch 2.11 cannot ask a DTensor's class for an attribute.
+            if not is_compiling() or is_dynamo_compiling() or hasattr(type(tensor), "__tensor_flatten__"):
+                return False  # a DTensor and its kin can be flattened
+    return True
 
 
 def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor:
     """Return the layer's result for a call that :func:`serves` lets pass: eager mode skips the dispatcher."""
-    if torch.compiler.is_compiling() or x.is_meta:
+    if is_compiling() or x.is_meta:
         return call(x, weights, backend, activation)
     return values(Call(x, weights, backend, activation))

@@ -7,19 +7,20 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .. import checks, torch_private
 from ..backends import FP8_BACKENDS, check_name
 from ..backends.contract import LayerWeights
 from ..nn.flashmhf import FlashMHF
-from ..nn.multihead import check_input, plain_layer
+from ..nn.multihead import check_input, has_plain_parts, layer_weights, remains
 from ..nn.network import Contiguous, FixedDtypes, constant
 from ..nn.weights import check_held
 from ..ops import layer
 from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
 
 METHOD = "flashmhf"  # quant_method in the configuration of a transformers model
-_PARTS = ("query", "_forward_parts")
+_PARTS = "query _forward_parts"
 _COMPUTED_BY = ("forward", "split_heads", "normalise", "_mix", "join_heads")  # of FlashMHF
 _KEPT = ("d_model", "num_heads", "head_dim", "num_kv_heads", "num_subnets", "subnet_dim")
 _KEPT += ("router_eps", "activation", "backend", "deterministic", "skip_linear")
@@ -90,9 +91,15 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
 
     def _plain_weights(self) -> LayerWeights | None:
         """Return the weights if the module is what its class says, else None."""
-        if type(self) is not Fp8FlashMHF or any(name in self.__dict__ for name in _PARTS):
+        if not self._is_plain() or (is_dynamo_compiling() and not remains(self, _PARTS)):
             return None
-        return plain_layer(self, (self.k8, self.u8, self.v8, self.scales), self.router)
+        return layer_weights(self, self.packed.tensors, self.router)
+
+    @torch_private.constant_in_graphs
+    def _is_plain(self) -> bool:
+        own = any(name in self.__dict__ for name in _PARTS.split())
+        held = (*self.packed.tensors, self.router)
+        return type(self) is Fp8FlashMHF and not own and layer.all_ordinary(held) and has_plain_parts(self)
 
     def query(self, x: Tensor) -> Tensor:
         """Return the operator's q [..., H, d_h] for x [..., d_model]."""

@@ -184,6 +184,21 @@ def test_a_compiled_changed_module_runs_its_parts(change, fresh_dynamo):
         torch.testing.assert_close(compiled(x), by_parts(module, x))
 
 
+@pytest.mark.parametrize(
+    "change", ["replaced projection", "patched projection", "patched part", "pruned k", "autocast", "patched linear"]
+)
+def test_a_compiled_module_notices_what_pytorchs_own_do(change, fresh_dynamo):
+    """They ask in every call for all but hooks and classes."""
+    module = make(torch.float32, q_norm=True)
+    x, compiled = tokens_of(module, TOKENS), torch.compile(module, backend="eager")
+    with torch.no_grad():
+        before = compiled(x)
+        CHANGED.get(change, lambda module: None)(module)
+        with AROUND.get(change, contextlib.nullcontext)():
+            torch.testing.assert_close(compiled(x), module(x))
+            assert change == "replaced projection" or not torch.equal(compiled(x), before)
+
+
 def test_vmap_of_the_operator():
     module = make(q_norm=True)
     k = torch.stack([module.k.detach()] * 3)
