@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GenerationConfig, utils
 
-from ..checks import divisor, expect_shape, positive
+from ..checks import divisor, expect_shape, instance, positive, tensors, weight_dtype
 from ..nn import convert
 from ..nn.init import INITIALIZER_RANGE, OfficialInit
 from ..nn.weights import mark_drawn
@@ -60,6 +60,8 @@ def config_from_official(official: Mapping[str, object]) -> FlashMHFConfig:
     unknown = sorted(settings.keys() - _KNOWN)
     if unknown:
         raise NotImplementedError(f"unknown settings of the official configuration: {unknown}")
+    for name, value in settings.items():  # "false" is true as a condition
+        instance(name, value, int | float | None, "a number or a bool")
     mixture, kv_heads = official.get("model_type") != "mhffn", settings.get("num_kuv_heads")
     heads = positive("num_heads", settings.get("num_heads", 1))
     divisor("num_kuv_heads", kv_heads, "num_heads", heads)
@@ -120,8 +122,9 @@ def _read_state(directory: Path) -> dict[str, Tensor]:
     """Read a checkpoint directory as transformers would: a whole file or an index's, safetensors first."""
 
     def unpickle(file: Path) -> dict[str, Tensor]:
+        tensors(**(stored := torch.load(file, "cpu", weights_only=True)))
         # such a file may hold one tensor under two names, which would be trained as one
-        return {name: tensor.clone() for name, tensor in torch.load(file, "cpu", weights_only=True).items()}
+        return {name: tensor.clone() for name, tensor in stored.items()}
 
     safe = utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME, load_file
     ways = safe, (utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME, unpickle)
@@ -150,6 +153,7 @@ def load_official(
     Raises FileNotFoundError if there are no weights, ValueError for missing and for unknown ones, and what
     :func:`config_from_official` and :func:`flashmhf.convert.from_official` raise.
     """
+    weight_dtype(dtype)
     directory = Path(directory)
     official = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config = config_from_official(official)

@@ -11,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ..checks import weight_dtype
 from ..nn.convert import PREFIXES
 from ..quantize.modules import METHOD
 from . import conversion
@@ -29,8 +30,9 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
     ``directory`` is what ``save_pretrained`` wrote (also after :func:`flashmhf.replace_ffn` and in FP8), an official
     checkpoint, or a name of the hub; ``dtype`` None keeps the stored one. Raises ValueError for a configuration or
     weights that do not fit, also for missing and unknown ones, of which ``from_pretrained`` only warns, OSError if
-    there is no model, NotImplementedError for official settings without a counterpart.
+    there is no model, NotImplementedError for official settings without a counterpart, TypeError for other dtypes.
     """
+    weight_dtype(dtype)
     try:
         if is_official(directory):
             return conversion.load_official(directory, dtype)
@@ -44,7 +46,7 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
         )
     except (torch.OutOfMemoryError, NotImplementedError):  # RuntimeErrors both
         raise
-    except (StrictDataclassError, json.JSONDecodeError) as error:
+    except (StrictDataclassError, json.JSONDecodeError, UnicodeDecodeError) as error:
         reason = error.__cause__ or error
         raise ValueError(f"the configuration in {directory} is not that of a model: {reason}") from error
     # RuntimeError: tensors of other shapes

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 import types
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -56,17 +57,12 @@ def test_the_plugin_for_vllm(monkeypatch):
     method."""
     pytest.importorskip("transformers")
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
-    registered, methods, layers = {}, {}, "vllm.model_executor.layers"
+    registered, methods, layers, plain = {}, {}, "vllm.model_executor.layers", "UnquantizedLinearMethod"
     for name, contents in {
         "vllm": {"ModelRegistry": types.SimpleNamespace(register_model=registered.setdefault)},
-        f"{layers}.quantization": {
-            "register_quantization_config": lambda name: lambda method: methods.setdefault(name, method)
-        },
+        f"{layers}.quantization": {"register_quantization_config": lambda name: partial(methods.setdefault, name)},
         f"{layers}.quantization.base_config": {"QuantizationConfig": object, "QuantizeMethodBase": object},
-        f"{layers}.linear": {
-            "LinearBase": torch.nn.Linear,
-            "UnquantizedLinearMethod": type("UnquantizedLinearMethod", (), {}),
-        },
+        f"{layers}.linear": {"LinearBase": torch.nn.Linear, plain: type(plain, (), {})},
     }.items():
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**contents))
     monkeypatch.delitem(sys.modules, "flashmhf.integrations.vllm_plugin", raising=False)
@@ -83,7 +79,7 @@ def test_the_plugin_for_vllm(monkeypatch):
     method = kind.from_config(stored)
     assert not methods and method.get_name() == "flashmhf" and method.get_supported_act_dtypes()[0] == torch.bfloat16
     assert method.get_quant_method(torch.nn.Embedding(2, 2), "x") is None
-    assert type(method.get_quant_method(torch.nn.Linear(2, 2), "x")).__name__ == "UnquantizedLinearMethod"
+    assert type(method.get_quant_method(torch.nn.Linear(2, 2), "x")).__name__ == plain
     with pytest.raises(ValueError, match="layout of the packed weights is 7"):
         kind.from_config({**stored, "layout": 7})
     with pytest.raises(ValueError, match="networks that its class does not build"):

@@ -60,9 +60,8 @@ class OfficialNetwork(nn.Module):
         if not network["skip_linear"]:
             self.w_self, self.w_self_2 = nn.Linear(d, d, bias=False), nn.Linear(d, d, bias=False)
         for name in ("gate", "up", "down"):
-            self.register_parameter(
-                f"{name}_weight", nn.Parameter(torch.empty(config["intermediate_size"], d // self.heads * kuv))
-            )
+            weight = torch.empty(config["intermediate_size"], d // self.heads * kuv)
+            self.register_parameter(f"{name}_weight", nn.Parameter(weight))
         if "num_experts" in network:
             self.router = nn.Parameter(torch.empty(self.heads, d // self.heads, self.experts))
         self.q_norm = nn.Module()
@@ -96,11 +95,7 @@ class OfficialNetwork(nn.Module):
 
 def official_model(config: dict, kind: type = LlamaForCausalLM) -> PreTrainedModel:
     """The official model: transformers' Llama with the official network, and random weights in float64."""
-    own = {
-        name: value
-        for name, value in config.items()
-        if name not in ("architectures", "model_type", "rope_theta", "rope_scaling")
-    }
+    own = {name: config[name] for name in config if name not in ("model_type", "rope_theta", "rope_scaling")}
     rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
     model = kind(LlamaConfig(**own, rope_parameters=rope))
     for layer in model.base_model.layers:
@@ -110,9 +105,8 @@ def official_model(config: dict, kind: type = LlamaForCausalLM) -> PreTrainedMod
     model.double().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        parameter.normal_(
-            std=1.0 if "norm" in name or "embed" in name else parameter.shape[-1] ** -0.5, generator=generator
-        )
+        std = 1.0 if "norm" in name or "embed" in name else parameter.shape[-1] ** -0.5
+        parameter.normal_(std=std, generator=generator)
         if "q_norm" in name and not settings_of(config)["apply_rmsnorm"]:
             parameter.fill_(1.0)
     return model.eval()
@@ -292,7 +286,8 @@ TIED, EXTRA = {"tie_word_embeddings": True}, torch.ones(2, 3)
     ("settings", "change", "error", "message"),
     [
         ({"mhffnmoe_num_kuv_heads": 2}, {}, ValueError, "num_kuv_heads is 2; it must divide num_heads = 3"),
-        ({"mhffnmoe_num_heads": "3"}, {}, TypeError, "num_heads must be an int, got str"),
+        ({"mhffnmoe_num_heads": 3.0}, {}, TypeError, "num_heads must be an int, got float"),
+        ({"mhffnmoe_apply_rmsnorm": "false"}, {}, TypeError, "apply_rmsnorm must be a number or a bool, got str"),
         ({"mhffnmoe_new_idea": 1}, {}, NotImplementedError, "new_idea"),
         ({"hidden_act": "tanh"}, {}, StrictDataclassError, "hidden_act is 'tanh'; .* supports: 'silu', 'gelu', "),
         ({"model_type": "mamba"}, {}, ValueError, "model_type is 'mamba'; expected 'mhffnmoe', 'mhffn'"),

@@ -90,6 +90,17 @@ def test_refuses_what_is_damaged(damage, saved, tmp_path):
         load(directory)
 
 
+def test_refuses_other_types(saved, tmp_path):
+    for kind in ("own", "official"):
+        with pytest.raises(TypeError, match="dtype must be a torch.dtype or None, got str"):
+            load(saved / kind, "bfloat16")
+    directory = shutil.copytree(saved / "official", tmp_path / "nested")
+    (directory / "model.safetensors").unlink()
+    torch.save({"state_dict": {}}, directory / "pytorch_model.bin")
+    with pytest.raises(TypeError, match="state_dict must be a torch.Tensor, got dict"):
+        load(directory)
+
+
 @pytest.mark.parametrize("missing", ["k", "router", "q_norm.weight", "in_proj.weight", "out_proj.weight"])
 def test_from_pretrained_draws_what_the_checkpoint_lacks_as_documented(missing, tmp_path):
     """It reports the weight; what the checkpoint has stays."""
