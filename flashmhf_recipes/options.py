@@ -46,6 +46,7 @@ _BY = {
     "precision": "bf16 fp16 bf16_full_eval fp16_full_eval",
     "tp and dp_shard": "fsdp fsdp_config deepspeed parallelism_config",
     **{"steps": "num_train_epochs", "warmup": "warmup_steps warmup_ratio", "device": "use_cpu"},
+    **{"checkpointing": "activation_checkpointing", "log_every": "logging_strategy"},
 }
 DECIDED = _HELD | {name: option for option, names in _BY.items() for name in names.split()}
 # What `accelerate launch` puts into the environment, and the options that a run has instead.
@@ -60,10 +61,9 @@ _OWN_SETTINGS |= {"vocab_size": "vocab_size", "ffn_type": "ffn"}
 # What is supported of a number, and whether a value is. NaN is nowhere.
 _RANGES = {
     "learning_rate": ("finite numbers above 0", lambda x: 0 < x < math.inf),
-    "min_learning_rate": ("finite numbers from 0 on", lambda x: 0 <= x < math.inf),
+    **dict.fromkeys(("min_learning_rate", "weight_decay"), ("finite numbers from 0 on", lambda x: 0 <= x < math.inf)),
     "length": ("integers from 2 on, a token and the next", lambda x: x is None or (isinstance(x, int) and x >= 2)),
     "warmup": ("a share below 1, or whole steps", lambda x: 0 <= x < 1 or (x > 0 and float(x).is_integer())),
-    "weight_decay": ("finite numbers from 0 on", lambda x: 0 <= x < math.inf),
     "eval_fraction": ("numbers from 0 on and below 1", lambda x: 0 <= x < 1),
     "seed": ("integers from 0 to 2^32 - 1", lambda x: isinstance(x, int) and 0 <= x < 1 << 32),
     "keep": ("integers from 2 on, so that one is complete at any moment", lambda x: isinstance(x, int) and x >= 2),
@@ -74,9 +74,8 @@ def _range_of(kind: Any) -> tuple[str, Callable[[Any], bool]]:
     """Return the same for options of a type that are not in the table. None stands for the preset's value."""
     if typing.get_origin(kind) is Literal:
         return ", ".join(typing.get_args(kind)), typing.get_args(kind).__contains__
-    if kind is int:
-        return "integers from 1 on", lambda x: x is None or (isinstance(x, int) and x >= 1)
-    return "values that JSON has", lambda x: True
+    supported = "integers from 1 on" if kind is int else "values that JSON has"
+    return supported, lambda x: kind is not int or x is None or (isinstance(x, int) and x >= 1)
 
 
 def _option(default: object, help: str, **metadata: str) -> Any:
@@ -153,12 +152,12 @@ class Options:
 
     def refuse_unused(self) -> None:
         """Raise OptionError for options that others leave without effect."""
-        scheduled = [name for name in self.arguments if name.startswith("lr_scheduler")]
+        own_schedule = {"lr_scheduler_type", "lr_scheduler_kwargs"} & self.arguments.keys()
         unused = {
             "tokenizer": "with tokens, which have theirs" if self.tokens and not self.init_from else "",
             "text_field": "with tokens" if self.tokens else "",
             "split": "" if self.dataset else "without dataset",
-            "min_learning_rate": f"with {' and '.join(scheduled)}" if scheduled else "",
+            "min_learning_rate": "with arguments of a schedule" if own_schedule else "",
             "eval_every": "" if self.eval_fraction else "without eval_fraction",
             "param_groups": "" if self.optimizer == "adamw" else f"with optimizer {self.optimizer!r}",
         }
@@ -208,9 +207,8 @@ class Options:
             raise OptionError(f"model sets max_position_embeddings to {positions}, below length = {self.length}")
         known = {entry.name for entry in fields(TrainingArguments) if entry.init}
         _check_settings("arguments", self.arguments, known - DECIDED.keys(), DECIDED)
-        # a run that is stopped leaves out a held-out loss, and would choose another one
-        if self.arguments.get("save_strategy") == "best":
-            raise OptionError("arguments sets save_strategy to 'best'; supported: steps, epoch, no")
+        if (strategy := self.arguments.get("save_strategy", "steps")) not in ("steps", "no"):
+            raise OptionError(f"arguments sets save_strategy to {strategy!r}; supported: steps, no")
         for name in self.arguments:
             if self.optimizer != "adamw" and name.startswith("optim"):
                 raise OptionError(f"arguments cannot set {name} with optimizer {self.optimizer!r}")

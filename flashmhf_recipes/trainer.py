@@ -113,11 +113,6 @@ class RunTrainer(Trainer, TrainerCallback):
         if state.global_step < state.max_steps and self.signals.agreed():
             self.stop(control.should_evaluate)
 
-    def on_epoch_end(self, args, state, control, **kwargs) -> None:
-        """Skip what is due at the end of the epoch, which is the whole run, where a signal has ended it early."""
-        if self.stopped:
-            control.should_log = control.should_save = False
-
     def _save_checkpoint(self, model, trial) -> None:
         """As the Trainer's, with the mean over processes of the loss since the last log, and the mark in the end."""
         total = self._tr_loss.detach().clone()

@@ -77,9 +77,9 @@ def test_presets_and_networks_combine(settings, name):
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"arguments": {"adam_epsilom": 1}}, "arguments cannot set adam_epsilom; did you mean adam_epsilon?"),
-    ({"arguments": {"nosuch": 1}}, "arguments cannot set nosuch; supported: activation_checkpointing, "),
+    ({"arguments": {"nosuch": 1}}, "arguments cannot set nosuch; supported: .*adam_beta1, "),
     ({"arguments": {"optim": "schedule_free_adamw"}}, "cannot set optim to a schedule-free optimizer"),
-    ({"arguments": {"save_strategy": "best"}}, "arguments sets save_strategy to 'best'; supported: steps, epoch, no"),
+    ({"arguments": {"save_strategy": "best"}}, "arguments sets save_strategy to 'best'; supported: steps, no"),
     *(({"optimizer": "muon", "arguments": {name: "x"}}, f"cannot set {name} with optimizer 'muon'")
       for name in ("optim", "optim_args")),
     ({"dp_shard": 2, "arguments": {"torch_compile_mode": "max-autotune"}}, "mode with tp or dp_shard; use compile"),
@@ -112,7 +112,7 @@ def test_presets_and_networks_combine(settings, name):
     ({"split": "test"}, "split is 'test', which has no effect without dataset"),
     ({"min_learning_rate": 1e-4, "arguments": {"lr_scheduler_type": "linear"}},
      "min_learning_rate is 0.0001, which has no effect"),
-    ({"min_learning_rate": 1e-6, "arguments": {"lr_scheduler_kwargs": {"min_lr": 0}}}, "no effect with lr_scheduler_k"),
+    ({"min_learning_rate": 1e-6, "arguments": {"lr_scheduler_kwargs": {"min_lr": 0}}}, "which has no effect with arg"),
     ({"eval_every": 5}, "eval_every is 5, which has no effect without eval_fraction"),
     ({"optimizer": "muon", "param_groups": False}, "param_groups is False, which has no effect with optimizer 'muon'"),
 ])  # fmt: skip

@@ -79,20 +79,18 @@ def signals(number: int, event: str, step: int) -> At:
     return At(event, step, lambda **_: os.kill(os.getpid(), number))
 
 
-@pytest.mark.parametrize(("number", "event", "step", "saved", "save_strategy"), [
-    (signal.SIGTERM, "on_step_begin", 6, 7, "epoch"),  # the whole run: at its end the step's checkpoint is there
-    (signal.SIGINT, "on_step_begin", 6, 7, "steps"),
-    (signal.SIGTERM, "on_step_begin", 9, 10, "steps"),  # an evaluation is due
-    (signal.SIGTERM, "on_prediction_step", 10, 10, "steps"),
-    (signal.SIGTERM, "on_save", 10, 11, "steps"),
-    (signal.SIGTERM, "on_prediction_step", 20, 20, "steps"),  # the last step
+@pytest.mark.parametrize(("number", "event", "step", "saved"), [
+    (signal.SIGINT, "on_step_begin", 6, 7),
+    (signal.SIGTERM, "on_step_begin", 9, 10),  # an evaluation is due
+    (signal.SIGTERM, "on_prediction_step", 10, 10),
+    (signal.SIGTERM, "on_save", 10, 11),
+    (signal.SIGTERM, "on_prediction_step", 20, 20),  # the last step
 ])  # fmt: skip
-def test_a_signal_finishes_the_step_and_saves(number, event, step, saved, save_strategy, text, expected, tmp_path):
+def test_a_signal_finishes_the_step_and_saves(number, event, step, saved, text, expected, tmp_path):
     handlers = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)]
     output = tmp_path / "run"
-    run = options(output, text, arguments={"save_strategy": save_strategy}, **HELD_OUT)
     with pytest.raises(training.Stopped, match=f"by {number.name} after step {saved}, which is saved") as stopped:
-        training.start(run, bar=False, callbacks=[signals(number, event, step)])
+        start(output, text, [signals(number, event, step)], **HELD_OUT)
     assert stopped.value.signum == number and (output / f"checkpoint-{saved}" / "complete").exists()
     assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)] == handlers
     if event == "on_prediction_step":  # the resumed run makes it again, and is stopped in it, too
