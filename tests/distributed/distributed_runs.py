@@ -125,11 +125,7 @@ def rules() -> None:
     for way in ("heads", "tokens"):  # by the back end that this device has for bf16
         check_rules(mesh, way, near=2e-2, dtype=torch.bfloat16, **sizes)
     for of_tokens, of_weights, options in (
-        (
-            Shard(2),
-            Replicate(),
-            {"heads": 12, "num_kv_heads": 3},
-        ),  # the ranks do not divide the groups: q is gathered
+        (Shard(2), Replicate(), {"heads": 12, "num_kv_heads": 3}),  # q is gathered: groups that the ranks do not divide
         (Shard(1), Shard(0), {}),  # each its own way
         (Shard(3), Shard(2), {}),  # as no way shards
         (Shard(1), Replicate(), {"length": 5}),  # not divided by the mesh, and shorter than it
@@ -446,6 +442,7 @@ def refusals() -> None:
     for owner in owners:
         owner.register_parameter("scale", nn.Parameter(torch.ones(32)))
     of_own = "module has parts to divide and parameters of its own, scale.*in a child"
+    others = nn.MultiheadAttention(32, 2), nn.LSTM(32, 32), nn.BatchNorm1d(32)
     for module, message in (
         (multihead(3), "H = 3.*size 2"),
         (multihead(num_kv_heads=1), "H = 1 heads of K, U and V"),
@@ -454,6 +451,7 @@ def refusals() -> None:
         (owners[0], of_own),
         (owners[1], of_own),
         (torn, "0.gate_proj.weight and 1.weight are one parameter.*untie"),
+        *((nn.Sequential(part, multihead()), "0 is a .*; supported: modules that take and ret") for part in others),
     ):
         with pytest.raises(ValueError, match=message):
             parallelize(module, mesh)
