@@ -35,7 +35,6 @@ except ImportError:
     from torch.distributed.tensor._ops.utils import register_op_strategy
 
 _WEIGHTS = ("k", "u", "v", "w")  # the dimension H comes first; all other operands are [..., H, d]
-_OPERATORS = ("forward", "gated_forward", "backward", "gated_backward")
 
 
 def _ranks(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> int:
@@ -132,14 +131,9 @@ def _with_dtype_of(local: Any, spec: Any) -> Any:
     return DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
 
 
-def _register() -> None:
-    # ``needs`` decides which results are empty, so it is part of a decision's key.
-    information = RuntimeSchemaInfo(static_kwargkey=["needs"], needs_pytree=True)
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    for name in _OPERATORS:
-        op = getattr(torch.ops.flashmhf, name).default
-        register_op_strategy(op, information)(_strategy)
-        handlers[op] = _dispatch
-
-
-_register()
+# ``needs`` decides which results are empty, so it is part of a decision's key.
+_INFORMATION = RuntimeSchemaInfo(static_kwargkey=["needs"], needs_pytree=True)
+for _name in ("forward", "gated_forward", "backward", "gated_backward"):
+    _op = getattr(torch.ops.flashmhf, _name).default
+    register_op_strategy(_op, _INFORMATION)(_strategy)
+    DTensor._op_dispatcher._custom_op_handlers[_op] = _dispatch

@@ -57,36 +57,29 @@ def param_groups(
     vocabulary = vocabulary_weights(model, outputs) if checks.flag("muon", muon) else set()
     groups: dict[tuple[str, bool], list[Tensor]] = {(kind, matrix): [] for kind in rates for matrix in (False, True)}
     for parameter in filter(lambda each: each.requires_grad, model.parameters()):
-        if parameter.dim() < 2 or id(parameter) in norms:
-            kind = "undecayed"
-        else:
-            kind = "projection" if id(parameter) in projections else "plain"
-        groups[kind, muon and kind != "undecayed" and id(parameter) not in vocabulary].append(parameter)
+        matrix = "projection" if parameter in projections else "plain"
+        kind = "undecayed" if parameter.dim() < 2 or parameter in norms else matrix
+        groups[kind, muon and kind != "undecayed" and parameter not in vocabulary].append(parameter)
     made: list[dict[str, Any]] = []
-    for (kind, is_matrix), members in groups.items():
+    for (kind, is_matrix), members in ((key, members) for key, members in groups.items() if members):
         share, decay = rates[kind]
-        if members:
-            made.append({"params": members, "lr": lr * share, "lr_scale": share, "weight_decay": decay})
-            made[-1] |= {"muon": is_matrix} if muon else {}
+        made.append({"params": members, "lr": lr * share, "lr_scale": share, "weight_decay": decay})
+        made[-1] |= {"muon": is_matrix} if muon else {}
     return made
 
 
-def _parameters_of(model: nn.Module, kind: type[nn.Module], *parts: str) -> set[int]:
-    """Return the ids of the parameters of these parts of all networks of a kind."""
+def _parameters_of(model: nn.Module, kind: type[nn.Module], *parts: str) -> set[Tensor]:
+    """Return the parameters of these parts of all networks of a kind."""
     networks = (module for module in model.modules() if isinstance(module, kind))
     found = (getattr(network, part, None) for network in networks for part in parts)
-    return set().union(*(_ids(part) for part in found if part is not None))
+    return {parameter for part in found if part is not None for parameter in part.parameters()}
 
 
-def _ids(module: nn.Module) -> set[int]:
-    return {id(parameter) for parameter in module.parameters()}
-
-
-def vocabulary_weights(model: nn.Module, outputs: Iterable[nn.Module] | None = None) -> set[int]:
-    """Return the ids of the weights of embeddings and output layers: see ``outputs`` of :func:`param_groups`."""
+def vocabulary_weights(model: nn.Module, outputs: Iterable[nn.Module] | None = None) -> set[Tensor]:
+    """Return the weights of embeddings and output layers: see ``outputs`` of :func:`param_groups`."""
     modules = dict(model.named_modules())
     embeddings = [module for module in modules.values() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    found = set().union(*map(_ids, embeddings))
+    found = {parameter for module in embeddings for parameter in module.parameters()}
     if outputs is None:
         ways = [getattr(module, "get_output_embeddings", None) for module in modules.values()]
         outputs = [module for module in (way() for way in ways if way) if module is not None]
@@ -94,7 +87,7 @@ def vocabulary_weights(model: nn.Module, outputs: Iterable[nn.Module] | None = N
             sizes = {module.num_embeddings for module in embeddings}
             own = {part for module in modules.values() if isinstance(module, Network) for part in module.modules()}
             linears = {n: m for n, m in modules.items() if isinstance(m, nn.Linear) and m not in own}
-            alike = {n: m for n, m in linears.items() if m.out_features in sizes and not found & _ids(m)}
+            alike = {n: m for n, m in linears.items() if m.out_features in sizes and found.isdisjoint(m.parameters())}
             # learned positions are often as many as a model is wide
             unsure = [n for n, m in alike.items() if m.out_features != max(sizes) or m.out_features == m.in_features]
             if unsure:
@@ -102,8 +95,8 @@ def vocabulary_weights(model: nn.Module, outputs: Iterable[nn.Module] | None = N
                 raise ValueError(f"outputs is None, and {reason}; supported: a list of the output layers")
             outputs = alike.values()
     for module in checks.instance("outputs", outputs, Iterable, "a list of torch.nn.Modules"):
-        found |= _ids(checks.instance("outputs", module, nn.Module, "torch.nn.Modules"))
-    if not found <= _ids(model):
+        found.update(checks.instance("outputs", module, nn.Module, "torch.nn.Modules").parameters())
+    if not found.issubset(model.parameters()):
         raise ValueError("outputs has weights that model has not; supported: parts of model, not of a copy")
-    adapted = (module for module in modules.values() if hasattr(module, "base_layer"))
-    return found.union(*(_ids(module) for module in adapted if found & _ids(module.base_layer)))
+    adapted = [module for module in modules.values() if hasattr(module, "base_layer")]
+    return found.union(*(each.parameters() for each in adapted if not found.isdisjoint(each.base_layer.parameters())))

@@ -6,8 +6,6 @@ from torch import nn
 
 from ..torch_private import is_dtensor
 
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
-
 
 def check_held(name: str, module: nn.Module, empty: bool = False, offloaded: bool = False) -> None:
     """Raise ValueError, with the way out, unless ``module`` itself holds the values of its weights.
@@ -38,7 +36,7 @@ def check_whole(name: str, module: nn.Module) -> None:
     """
     for part, each in module.named_modules():
         shown = f"{name}.{part}".strip(".") or type(module).__name__
-        if type(each).__name__ in _WRAPPERS:
+        if type(each).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
             raise ValueError(f"{shown} is a {type(each).__name__}; supported: the model before it is wrapped")
         if any(map(is_dtensor, each.parameters(recurse=False))):
             raise ValueError(f"{shown} is sharded (DTensor); supported: models before parallelize or fully_shard")

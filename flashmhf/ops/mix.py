@@ -58,7 +58,7 @@ def _gated_forward(
 
 
 def _backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, deterministic: bool = False,
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate = None, deterministic: bool = False,
     *, backend: str = "auto", needs: Sequence[bool] = (True, True), activation: str = "silu",
 ) -> Call:  # fmt: skip
     checks.tensors(grad_out=grad_out)  # None would stand for a forward
@@ -70,10 +70,8 @@ def _gated_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, deterministic: bool = False, *,
     backend: str = "auto", needs: Sequence[bool] = (True, True), activation: str = "silu",
 ) -> Call:  # fmt: skip
-    checks.tensors(grad_out=grad_out)  # None would stand for a forward
-    tokens, weights = needs
-    settings = Settings(deterministic, (tokens, weights), activation)
-    return Call(q, k, u, v, Router(w, eps), backend, settings, grad_out)
+    how = {"backend": backend, "needs": needs, "activation": activation}
+    return _backward(grad_out, q, k, u, v, Router(w, eps), deterministic, **how)
 
 
 # What they do

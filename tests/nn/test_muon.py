@@ -78,25 +78,16 @@ def test_groups_of_a_model():
     assert not matrices_of(nn.EmbeddingBag(100, 64))
 
 
-def parametrised(model: nn.Module) -> None:
-    for part in (model.embedding, model.head):
-        nn.utils.parametrizations.weight_norm(part)
-
-
-def pruned(model: nn.Module) -> None:
-    for part in (model.embedding, model.head):
-        prune.l1_unstructured(part, "weight", 0.2)
-
-
-def adapted(model: nn.Module) -> None:
-    peft = pytest.importorskip("peft")
-    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["embedding", "head"]), model)
-
-
-@pytest.mark.parametrize("change", [parametrised, pruned, adapted])
-def test_what_makes_up_an_embedding_or_output_layer_is_for_adamw(change):
+@pytest.mark.parametrize("change", [
+    nn.utils.parametrizations.weight_norm, lambda part: prune.l1_unstructured(part, "weight", 0.2), "LoRA",
+], ids=["parametrised", "pruned", "adapted"])  # fmt: skip
+def test_what_makes_up_an_embedding_or_an_output_layer_is_adamws(change):
     model = make_model()
-    change(model)
+    if change == "LoRA":
+        peft = pytest.importorskip("peft")
+        peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["embedding", "head"]), model)
+    else:
+        change(model.embedding), change(model.head)
     assert matrices_of(model) <= {f"ffn.{name}" for name, _ in model.ffn.named_parameters()}
 
 

@@ -1,4 +1,4 @@
-"""torch.compile, export, AOTInductor, opcheck, CUDA graphs."""
+"""torch.compile, export, AOTInductor, opcheck."""
 
 import pathlib
 import shutil
@@ -90,14 +90,3 @@ def test_reduce_overhead_skips_nothing(needs_hopper, training):
             run = gradients if training else lambda function, module, x: function(x).clone()
             assert_near(run(made, module, x), run(module, module, x), 2e-2)
     assert not counters["inductor"]["cudagraph_skips"]
-
-
-def test_cuda_graph_of_forward_and_backward(gpu_backend):
-    module = flashmhf.FlashMHF(
-        256, 2, 3, 64, backend=gpu_backend, device="cuda", dtype=torch.bfloat16, deterministic=True
-    )
-    static_x = torch.randn(3, 50, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    graphed = torch.cuda.make_graphed_callables(module, (static_x,))
-    for _ in range(3):
-        x = torch.randn_like(static_x)
-        assert_near(gradients(graphed, module, x), gradients(module.forward, module, x), 0)

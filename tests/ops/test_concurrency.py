@@ -15,7 +15,6 @@ from processes import run_python
 from targets import RESULTS, assert_near, call
 
 import flashmhf
-from flashmhf.backends import driver
 from flashmhf.testing import assert_accurate, capturing, problem
 
 THREADS, ROUNDS, BACKWARDS = 8, 20, ("backward", "gated_backward")
@@ -272,40 +271,3 @@ flashmhf.backends.hopper.library()
 def test_import_and_use_on_a_cpu_do_not_touch_cuda():
     """A process that forks workers must not have initialised CUDA before."""
     run_python("-c", NO_CUDA_CALLS)
-
-
-# The helper that makes a context current, against a driver that records
-
-
-class Driver:
-    """libcuda as a thread sees it whose current context is that of device ``current`` (None: no context)."""
-
-    def __init__(self, current: int | None):
-        self.current, self.calls = current, []
-
-    def __getattr__(self, name: str):
-        def call(*args) -> int:
-            self.calls.append(name)
-            if name == "cuDeviceGet":
-                args[0]._obj.value = args[1]
-            if name == "cuCtxGetDevice":
-                if self.current is None:
-                    return 201
-                args[0]._obj.value = self.current
-            if name == "cuDevicePrimaryCtxRetain":
-                args[0]._obj.value = 1000 + args[1].value
-            if name == "cuCtxSetCurrent":
-                self.current = args[0].value - 1000
-            return 0
-
-        return call
-
-
-@pytest.mark.parametrize("current", [None, 0, 1])
-def test_the_context_of_the_device_is_made_current(monkeypatch, current):
-    fake = Driver(current)
-    monkeypatch.setattr(driver, "_library", lambda: fake)
-    driver.make_context_current(1)
-    assert fake.current == 1
-    # a context of the device, the caller's own perhaps, stays
-    assert ("cuDevicePrimaryCtxRetain" in fake.calls) == (current != 1)
