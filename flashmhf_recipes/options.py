@@ -136,10 +136,9 @@ class Options:
         """Return these with absolute paths and the preset's values for None. Raises OptionError for what cannot be."""
         chosen = self._from_trained() if self.init_from else self._preset()
         scale = chosen.scale if chosen else SCALES["128m"]
-        defaults = {name: getattr(scale, name) for name in ("batch", "steps", "learning_rate")}
+        defaults = {"vocab_size": scale.vocabulary, "length": scale.context} if chosen else {}
+        defaults |= {name: getattr(scale, name) for name in ("batch", "steps", "learning_rate")}
         defaults["micro_batch"] = MICRO_BATCH
-        if chosen:
-            defaults |= {"vocab_size": scale.vocabulary, "length": scale.context}
         # Names of the hub stay.
         given = {name: getattr(self, name) for name in ("tokens", "init_from", "tokenizer")}
         resolved = replace(
@@ -200,13 +199,11 @@ class Options:
         for name, option in _ACCELERATES.items():
             if os.environ.get(name, "").lower() not in (*_OFF, getattr(self, option, None)):
                 raise OptionError(f"accelerate launch set {name} to {os.environ[name]!r}; give {option} instead")
-        settings = {entry.name for entry in fields(FlashMHFConfig) if entry.init}
-        _check_settings("model", self.model, settings - _OWN_SETTINGS.keys(), _OWN_SETTINGS)
+        _check_settings("model", self.model, FlashMHFConfig, _OWN_SETTINGS)
         positions = self.model.get("max_position_embeddings")
         if isinstance(positions, int) and self.length and positions < self.length:
             raise OptionError(f"model sets max_position_embeddings to {positions}, below length = {self.length}")
-        known = {entry.name for entry in fields(TrainingArguments) if entry.init}
-        _check_settings("arguments", self.arguments, known - DECIDED.keys(), DECIDED)
+        _check_settings("arguments", self.arguments, TrainingArguments, DECIDED)
         if (strategy := self.arguments.get("save_strategy", "steps")) not in ("steps", "no"):
             raise OptionError(f"arguments sets save_strategy to {strategy!r}; supported: steps, no")
         for name in self.arguments:
@@ -246,8 +243,9 @@ def naming(option: str, options: Options) -> Iterator[None]:
         raise OptionError(f"{option}: {' '.join(str(error.__cause__ or error).split())}") from error
 
 
-def _check_settings(option: str, given: Iterable[str], supported: set[str], own: Mapping[str, str]) -> None:
-    """Refuse settings that are not supported; name the option that each is, or a similar name, or all."""
+def _check_settings(option: str, given: Iterable[str], owner: type, own: Mapping[str, str]) -> None:
+    """Refuse settings that ``owner`` has not, and ``own``; name the option that each is, or a similar name, or all."""
+    supported = {entry.name for entry in fields(owner) if entry.init} - own.keys()
     for name in given:
         if name not in supported:
             close = difflib.get_close_matches(name, supported, 1, 0.8)

@@ -117,15 +117,13 @@ def test_groups_hold_every_trainable_parameter_once():
     model.head.weight = model.embedding.weight
     model.networks["swiglu"].requires_grad_(False)
     groups = flashmhf.param_groups(model, 1e-3, 0.1)
-    grouped = [id(parameter) for group in groups for parameter in group["params"]]
-    assert sorted(grouped) == sorted({id(parameter) for parameter in model.parameters() if parameter.requires_grad})
-    projections = {id(parameter) for parameter in groups[1]["params"]}
+    grouped = [parameter for group in groups for parameter in group["params"]]
+    trained = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert set(grouped) == trained.keys() and len(grouped) == len(trained)
     expected = [module for name, module in model.networks.items() if name.startswith(("flash", "options"))]
-    assert projections == {id(linear.weight) for module in expected for linear in (module.in_proj, module.out_proj)}
-    undecayed = {id(parameter) for group in groups if group["weight_decay"] == 0 for parameter in group["params"]}
-    assert undecayed == {
-        id(p) for n, p in model.named_parameters() if p.requires_grad and (p.dim() < 2 or n.endswith("q_norm.weight"))
-    }
+    assert set(groups[1]["params"]) == {end.weight for each in expected for end in (each.in_proj, each.out_proj)}
+    undecayed = {parameter for group in groups if group["weight_decay"] == 0 for parameter in group["params"]}
+    assert undecayed == {p for p, name in trained.items() if p.dim() < 2 or name.endswith("q_norm.weight")}
     torch.optim.AdamW(groups)
 
 
