@@ -18,9 +18,14 @@ def advice(user: str, module: str | None) -> str | None:
     return f"{user} needs {package}: pip install 'flashmhf[{extra}]'" if extra else None
 
 
-def require(user: str, module: str) -> None:
-    """Import the module. Raises ModuleNotFoundError with :func:`advice` if it is not installed."""
+def require(user: str, module: str, least: str = "0") -> None:
+    """Import the module. Raises ModuleNotFoundError with :func:`advice` if it is not installed, ImportError if it is
+    older than ``least``, major and minor version: pip looks at an extra's versions only where the extra is asked for.
+    """
     try:
-        importlib.import_module(module)
+        found = getattr(importlib.import_module(module), "__version__", least)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(advice(user, error.name) or str(error), name=error.name) from None
+    if [int(part) for part in found.split(".")[:2]] < [int(part) for part in least.split(".")]:
+        found = f"{user} needs {module} {least} or later, not {found}"
+        raise ImportError(f"{found}: pip install 'flashmhf[{EXTRA_OF[module]}]'")

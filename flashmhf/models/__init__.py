@@ -6,7 +6,7 @@ transformers with FlashMHF networks saved and loaded as they are. Needs the extr
 
 from .. import extras
 
-extras.require("flashmhf.models", "transformers")
+extras.require("flashmhf.models", "transformers", "5.17")
 
 import transformers  # noqa: E402  (the line above says what is missing)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402

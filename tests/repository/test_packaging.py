@@ -251,6 +251,15 @@ print(json.dumps(results))
             assert f"pip install 'flashmhf[{COMMANDS[line]}]'" in err
 
 
+@SOURCES
+def test_an_old_transformers_is_named(tmp_path):
+    (tmp_path / "transformers.py").write_text("__version__ = '4.57.1'\n", encoding="utf-8")
+    least = re.search(r'"transformers>=(.*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[1]
+    code = "try: import flashmhf.models\nexcept ImportError as error: print(error)"
+    message = f"flashmhf.models needs transformers {least} or later, not 4.57.1: pip install 'flashmhf[lm]'\n"
+    assert run_python("-c", code, PYTHONPATH=f"{tmp_path}:{ROOT}") == message
+
+
 @pytest.mark.parametrize("command", ["", "info"])
 def test_a_missing_torch_is_one_line(command, tmp_path):
     code = f"""
