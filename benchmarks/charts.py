@@ -7,7 +7,8 @@ from pathlib import Path
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from .write_readme import Layers, Records
+from .records import Records
+from .tables.layers import Layers
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, OTHERS = "#3949ab", "#9e9e9e"

@@ -1,0 +1,106 @@
+"""Whole layers: in prefill, in training, in small batches."""
+
+from __future__ import annotations
+
+from ..harness.markdown import table
+from ..records import Records, by, fixed, machine, ratio
+from ..suites.shapes import BATCH, SHAPES
+from ..suites.subjects import SUBJECTS
+
+PAPER = SHAPES["paper"]
+SWIGLU = "swiglu_compiled"  # what a reader would run instead
+FASTER = "speed ÷ SwiGLU's"  # the one direction of every ratio: above 1 FlashMHF is better
+
+
+class Layers:
+    """The record ``layer``: a group's sizes (decode: tokens; else tokens of a sequence) and figures of the paper's
+    shape."""
+
+    def __init__(self, records: Records):
+        self.record = records["layer"]
+        self.rows: dict[tuple[str, str], dict[int, dict]] = {}
+        for row in self.record["rows"]:
+            if row["shape"] == "paper" and row["status"] == "ok":
+                size = row["batch"] if row["group"] == "decode" else row["length"]
+                self.rows.setdefault((row["group"], row["subject"]), {})[size] = row
+        self.ours = next(subject for _, subject in self.rows if subject.startswith("flashmhf_"))
+
+    def sizes(self, group: str) -> list[int]:
+        return sorted(self.rows[group, self.ours])
+
+    def subjects(self, group: str) -> list[str]:
+        return [subject for each, subject in self.rows if each == group]
+
+    def ms(self, group: str, subject: str, size: int) -> float | None:
+        """The median time of a layer times the model's number of layers."""
+        row = self.rows.get((group, subject), {}).get(size)
+        return None if row is None else row["layers"] * row["ms"]["p50"]
+
+    def beyond(self, group: str, subject: str, size: int) -> float | None:
+        """MiB of one layer beyond weights and input."""
+        return self.rows.get((group, subject), {}).get(size, {}).get("memory_mib", {}).get("beyond")
+
+    def times(self, what: str, group: str, subject: str = SWIGLU) -> list[float]:
+        """That of ``subject`` over ours, "ms" or "beyond", at every size."""
+        value = getattr(self, what)
+        ratios = (ratio(value(group, subject, size), value(group, self.ours, size)) for size in self.sizes(group))
+        return [each for each in ratios if each is not None]
+
+
+def headline(records: Records) -> str:
+    """Prefill of all layers beside compiled SwiGLU's, at every second length."""
+    layers, lines = Layers(records), []
+    for length in layers.sizes("latency")[::2]:
+        ms, mib = (
+            [value("latency", name, length) for name in (layers.ours, SWIGLU)] for value in (layers.ms, layers.beyond)
+        )
+        times = [*(fixed(each, 1) for each in ms), fixed(ratio(ms[1], ms[0]), 2)]
+        lines.append([f"{BATCH * length:,}", *times, *(fixed(each, 0) for each in mib)])
+    header = ["tokens", "FlashMHF, ms", "SwiGLU, ms", FASTER, "FlashMHF, MiB", "SwiGLU, MiB"]
+    sizes = f"d_model {PAPER.d_model:,}, {PAPER.heads} heads, {PAPER.subnets} sub-networks of {PAPER.subnet_dim}"
+    what = (
+        f"Prefill, batch 8, bf16: {PAPER.layers} FlashMHF layers ({sizes}) and {PAPER.swiglu_layers} compiled SwiGLU "
+        f"layers of equal parameters ({PAPER.swiglu_dim:,} wide). MiB: one layer's peak beyond weights and input"
+    )
+    return f"{table(header, lines)}\n\n{machine(what, layers.record)}"
+
+
+def implementations_table(records: Records) -> str:
+    """Every implementation in the forward pass and in training, at the length of training."""
+    layers, lines = Layers(records), []
+    length = layers.sizes("training")[0]
+    for name in dict.fromkeys([*layers.subjects("latency"), *layers.subjects("training")]):
+        cells = []
+        for group in ("latency", "training"):
+            ms, theirs = (layers.ms(group, each, length) for each in (name, SWIGLU))
+            mib = layers.beyond(group, name, length)
+            cells += [fixed(ms, 1), fixed(ratio(theirs, ms), 2), fixed(mib, 0)]
+        lines.append([SUBJECTS[name].title, *cells])
+    parts = (f"{part}{what}" for part in ("", "training ") for what in ("ms", "speed ÷ compiled SwiGLU's", "MiB"))
+    what = f"Forward, then forward and backward of all layers, {BATCH * length:,} tokens; MiB of one layer"
+    return f"{table(['implementation', *parts], lines)}\n\n{machine(what, layers.record)}"
+
+
+def decode_table(records: Records) -> str:
+    """Small batches: a layer, what an engine runs between two calls of attention, and both for all layers."""
+    layers, lines = Layers(records), []
+    pieces = by(records["serving"]["rows"], "T")
+    depth = PAPER.swiglu_layers / PAPER.layers
+    for tokens in layers.sizes("decode"):
+        if (tokens,) in pieces:
+            ours, theirs = (
+                [layers.rows["decode", layer][tokens]["ms"]["p50"], pieces[tokens,][piece]["ms"]["p50"]]
+                for layer, piece in ((layers.ours, "piece"), (SWIGLU, "piece swiglu"))
+            )
+            cells = [
+                cell
+                for ms, other in zip(ours, theirs, strict=True)
+                for cell in (f"{1e3 * ms:.1f}", f"{1e3 * other:.1f}", f"{depth * other / ms:.2f}")
+            ]
+            lines.append([f"{tokens:,}", *cells])
+    parts = (f"{what}, {unit}" for what in ("layer", "piece") for unit in ("µs", "SwiGLU's", "all ÷ SwiGLU's"))
+    what = (
+        f"bf16, CUDA graphs, compiled SwiGLU. All: the speed of {PAPER.layers} layers or pieces ÷ that of "
+        f"{PAPER.swiglu_layers} of SwiGLU's"
+    )
+    return f"{table(['tokens', *parts], lines)}\n\n{machine(what, layers.record)}"

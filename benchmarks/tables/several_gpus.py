@@ -1,0 +1,68 @@
+"""Several GPUs of one host: training, memory, one network."""
+
+from __future__ import annotations
+
+from ..harness.markdown import table
+from ..records import SCALES, Records, by, fixed, gpu, software, span
+from .layers import FASTER
+from .models import BOTH, training_cells
+
+
+def trained(record: dict, layout: str = "one") -> dict[str, dict]:
+    """Network -> its row of training on one GPU, or in another layout, in a record of `benchmarks.distributed`."""
+    return by([row for row in record["rows"] if row["part"] == "train"], "layout").get((layout,), {})
+
+
+def several_gpus_training(records: Records) -> str:
+    """A line per layout, both networks in it."""
+    found, lines = records.several_gpus("train"), []
+    for ranks, several in found.items():
+        rows = [row for row in several["rows"] if row["part"] == "train"]
+        for (layout,), pair in by(rows, "layout").items():
+            if layout != "one" and pair.keys() >= BOTH:
+                ours, theirs = pair["flashmhf"], pair["swiglu"]
+                name = layout.replace("fsdp2", "FSDP2 over").replace("tp", "TP over").replace(" x ", " × ")
+                speeds = [ours["x_one"], theirs["x_one"], ours["tokens_per_s"] / theirs["tokens_per_s"]]
+                memory = [row["memory_mib"] / 1024 for row in (ours, theirs)]
+                cells = [*(fixed(each, 2) for each in speeds), *(fixed(each, 1) for each in memory)]
+                lines.append([f"{ranks} {gpu(several)}s, {name}", *cells])
+    header = ["layout", "FlashMHF's scaling", "SwiGLU's", FASTER, "FlashMHF, GiB per GPU", "SwiGLU, GiB"]
+    what = (
+        "1.3B, compiled blocks, bf16, sequences of 4,096 tokens. Scaling: the speed ÷ that of as many single GPUs, "
+        "which train at the same time, each its own copy"
+    )
+    return f"{table(header, lines, words=(0,))}\n\n{software(what, found.values())}"
+
+
+def expected_memory(records: Records) -> str:
+    """The largest model's memory per GPU with FSDP2 over all, measured or computed from that on one."""
+    record, cells = training_cells(records)
+    (scale, batch, length), rows = max(cells["compiled", False].items(), key=lambda item: SCALES.index(item[0][0]))
+    row = rows["flashmhf"]
+    gib = {ranks: row["memory_mib"] / 1024 - 16 * row["parameters"] * (1 - 1 / ranks) / 2**30 for ranks in (1, 2, 4, 8)}
+    places, more, cells = [f"one {gpu(record)}"], [], {1: f"{gib[1]:.0f} GiB"}
+    for ranks, several in records.several_gpus("train").items():
+        if sharded := trained(several, f"fsdp2 {ranks}").get("flashmhf"):
+            more.append(sharded["memory_mib"] / 1024 - gib[ranks])
+            cells[ranks] = f"{gib[ranks] + more[-1]:.0f} GiB"
+            places.append(f"{ranks} {gpu(several)}s")
+    for ranks, each in gib.items():
+        cells.setdefault(ranks, f"{span([each + over for over in more], 0)} GiB, estimated")
+    note = (
+        f"*FlashMHF-{scale.upper()} with AdamW, {batch} sequences of {length:,} tokens per GPU at once. Measured on "
+        f"{', '.join(places)}; estimates are computed, with the {span(more, 0)} GiB added by which these exceeded it.*"
+    )
+    columns = [str(ranks) for ranks in sorted(cells)]
+    return f"{table(['GPUs', *columns], [['memory per GPU', *(cells[int(n)] for n in columns)]])}\n\n{note}"
+
+
+def several_gpus_module(records: Records) -> str:
+    found, lines = records.several_gpus("module"), []
+    for ranks, record in found.items():
+        for row in record["rows"]:
+            if row["status"] == "ok" and row["part"] in ("module", "compiled") and row["tp"] == ranks:
+                what = row.get("direction") if row["part"] == "module" else f"forward, compiled, {row['subject']}"
+                what = what.replace("sequence", "sequence parallel")
+                lines.append([what, f"{ranks} {gpu(record)}s", f"{row['ms']['p50']:.2f}", f"{row['x_one']:.2f}"])
+    what = "One FlashMHF network (d_model 2,048, 16 heads), 32,256 tokens, bf16"
+    return f"{table(['what', 'GPUs', 'ms', 'times faster than one GPU'], lines)}\n\n{software(what, found.values())}"
