@@ -6,8 +6,6 @@ import json
 import pathlib
 from collections.abc import Iterable
 
-import flashmhf
-
 DEVICES = ("h100", "h200")
 SCALES = ("tiny", "26m", "57m", "58m", "128m", "370m", "1.3b")
 
@@ -31,13 +29,6 @@ class Records:
             rows = [row for row in record["rows"] if row["group"] != "decode"]
             record["rows"] = rows + [row for row in self.read(apart)["rows"] if row["group"] == "decode"]
         return record
-
-    def find(self, name: str) -> dict | None:
-        """Return a record that this version of flashmhf wrote, or None."""
-        if not any((self.folder / f"{name}_{device}.json").exists() for device in DEVICES):
-            return None
-        record = self[name]
-        return record if record["environment"]["flashmhf"] == flashmhf.__version__ else None
 
     def several_gpus(self, part: str) -> dict[int, dict]:
         """Number of GPUs of one host -> the record of `benchmarks.distributed`, of those that have ``part``."""

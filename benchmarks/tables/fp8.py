@@ -5,19 +5,10 @@ from __future__ import annotations
 from ..harness.markdown import table
 from ..records import Records, by, conditions, fixed, machine
 
-KEPT = ", 16-bit projections"  # of subjects of older records
-
-
-def _without_e4m3_projections(record: dict) -> list[dict]:
-    """Return a record's rows; of an older one those with 16-bit projections alone."""
-    kept = {row["subject"].removesuffix(KEPT) for row in record["rows"] if row["subject"].endswith(KEPT)}
-    rows = (row for row in record["rows"] if row["subject"] not in kept)
-    return [row | {"subject": row["subject"].removesuffix(KEPT)} for row in rows]
-
 
 def generate_fp8_table(records: Records) -> str:
     record, lines = records["generate_fp8"], []
-    for row in (row for row in _without_e4m3_projections(record) if row["status"] == "ok"):
+    for row in (row for row in record["rows"] if row["status"] == "ok"):
         ratios = [fixed(row.get(name), 2) for name in ("x_swiglu fp8", "x_swiglu")]
         lines.append([str(row["batch"]), f"{row['context']:,}", row["subject"], fixed(row["tokens_per_s"], 0), *ratios])
     header = ["batch", "prompt", "model", "tokens/s", "÷ SwiGLU in FP8", "÷ SwiGLU in 16 bits"]
@@ -44,7 +35,7 @@ def fp8_operator_table(records: Records) -> str:
 def fp8_networks_table(records: Records) -> str:
     """Whole FP8 networks against an FP8 SwiGLU (layers of equal parameters) and against the same network in 16 bits."""
     record, lines = records["fp8_networks"], {}
-    for (count, way), rows in by(_without_e4m3_projections(record), "T", "way").items():
+    for (count, way), rows in by(record["rows"], "T", "way").items():
         own = rows["flashmhf in 16 bits"]["ms"]["p50"] / rows["flashmhf"]["ms"]["p50"]
         lines.setdefault(count, {})[way] = f"{own:.2f}", f"{rows['flashmhf']['x_swiglu']:.2f}"
     others, how = ("÷ bf16 FlashMHF's", "÷ FP8 SwiGLU's"), {"graph": "CUDA graph", "called": "no graph"}
