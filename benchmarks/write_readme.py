@@ -17,34 +17,34 @@ from collections.abc import Callable
 
 from .harness.markdown import with_block
 from .records import Records
-from .tables import fp8, layers, models, operator, several_gpus
+from .tables import fp8, kernels, layers, models, several_gpus
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WRITER = "benchmarks/write_readme.py"
 BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     "README.md": {"headline": layers.headline},
     "benchmarks/README.md": {
-        "operator": operator.operator_table,
-        "fp8": fp8.fp8_operator_table,
-        "generate fp8": fp8.generate_fp8_table,
+        "operator": kernels.sixteen_bits,
+        "fp8": fp8.kernels,
+        "generate fp8": fp8.generation,
     },
     "docs/measurements.md": {
-        "decide": models.decision_table,
+        "decide": models.decision,
         "prefill": layers.headline,
-        "decode": layers.decode_table,
-        "implementations": layers.implementations_table,
-        "models": models.prefill_table,
+        "decode": layers.decode,
+        "implementations": layers.implementations,
+        "models": models.prefill,
     },
-    "docs/api.md": {"deterministic": operator.deterministic_table},
-    "docs/fp8.md": {"networks": fp8.fp8_networks_table},
-    "docs/serving.md": {"generate": models.generate_table, "vllm": models.vllm_table},
+    "docs/api.md": {"deterministic": kernels.deterministic},
+    "docs/fp8.md": {"networks": fp8.networks},
+    "docs/serving.md": {"generate": models.generation, "vllm": models.vllm},
     "docs/scaling.md": {
-        "memory": several_gpus.expected_memory,
-        "training": several_gpus.several_gpus_training,
-        "module": several_gpus.several_gpus_module,
+        "memory": several_gpus.memory,
+        "training": several_gpus.training,
+        "module": several_gpus.module,
     },
-    "docs/training.md": {"training": models.training_table},
-    "docs/guides/sizes.md": {"depth": models.training_depth_table},
+    "docs/training.md": {"training": models.training},
+    "docs/guides/sizes.md": {"depth": models.training_depth},
 }
 
 

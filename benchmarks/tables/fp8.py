@@ -6,7 +6,7 @@ from ..harness.markdown import table
 from ..records import Records, by, conditions, fixed, machine
 
 
-def generate_fp8_table(records: Records) -> str:
+def generation(records: Records) -> str:
     record, lines = records["generate_fp8"], []
     for row in (row for row in record["rows"] if row["status"] == "ok"):
         ratios = [fixed(row.get(name), 2) for name in ("x_swiglu fp8", "x_swiglu")]
@@ -15,7 +15,7 @@ def generate_fp8_table(records: Records) -> str:
     return f"{table(header, lines)}\n\n{conditions('`generate`', record)}"
 
 
-def fp8_operator_table(records: Records) -> str:
+def kernels(records: Records) -> str:
     record = records["fp8"]
     parts = {part: [row for row in record["rows"] if row["part"] == part] for part in ("operator", "decode")}
     lines, sizes = [], by(parts["operator"], "d_h", "T").items()
@@ -32,7 +32,7 @@ def fp8_operator_table(records: Records) -> str:
     return f"{table(header, lines)}\n\n{table(few_header, few)}\n\n{conditions('Operator', record)}"
 
 
-def fp8_networks_table(records: Records) -> str:
+def networks(records: Records) -> str:
     """Whole FP8 networks against an FP8 SwiGLU (layers of equal parameters) and against the same network in 16 bits."""
     record, lines = records["fp8_networks"], {}
     for (count, way), rows in by(record["rows"], "T", "way").items():

@@ -11,7 +11,7 @@ def _figures(row: dict | None) -> tuple[str, ...]:
     return (f"{row['ms']['p50']:.2f}", f"{row['tflops']:.0f}", f"{row['x_product']:.2f}") if row else ("", "", "")
 
 
-def operator_table(records: Records) -> str:
+def sixteen_bits(records: Records) -> str:
     """Hopper beside Triton at every shape of more than a few tokens, then where and how each was measured."""
     sizes = ("direction", "T", "H", "d_h", "E", "d_e")
     triton, lines = by(records["triton"]["rows"], *sizes), []
@@ -33,7 +33,7 @@ def operator_table(records: Records) -> str:
     return f"{table(header, lines)}\n\n{notes}"
 
 
-def deterministic_table(records: Records) -> str:
+def deterministic(records: Records) -> str:
     """By how much reproducible gradients lengthen the operator's backward, by head width."""
     record, more = records["backward"], {}
     for (tokens, width, *_), rows in by(record["rows"], "T", "d_h", "H", "E").items():

@@ -65,7 +65,7 @@ def headline(records: Records) -> str:
     return f"{table(header, lines)}\n\n{machine(what, layers.record)}"
 
 
-def implementations_table(records: Records) -> str:
+def implementations(records: Records) -> str:
     """Every implementation in the forward pass and in training, at the length of training."""
     layers, lines = Layers(records), []
     length = layers.sizes("training")[0]
@@ -81,7 +81,7 @@ def implementations_table(records: Records) -> str:
     return f"{table(['implementation', *parts], lines)}\n\n{machine(what, layers.record)}"
 
 
-def decode_table(records: Records) -> str:
+def decode(records: Records) -> str:
     """Small batches: a layer, what an engine runs between two calls of attention, and both for all layers."""
     layers, lines = Layers(records), []
     pieces = by(records["serving"]["rows"], "T")

@@ -22,7 +22,7 @@ def training_cells(records: Records) -> tuple[dict, Cells]:
     return record, cells
 
 
-def training_table(records: Records) -> str:
+def training(records: Records) -> str:
     """A line per setting of compiled models, both in it; a model that did not run has no figures."""
     record, lines = records["train"], []
     compiled = [row for row in record["rows"] if row["blocks"] == "compiled"]
@@ -39,7 +39,7 @@ def training_table(records: Records) -> str:
     return f"{table(header, lines, words=(0,))}\n\n{what}"
 
 
-def training_depth_table(records: Records) -> str:
+def training_depth(records: Records) -> str:
     """A line per depth of the 1.3B model in training, against SwiGLU's 24 layers."""
     record, lines = records["train_depth"], []
     found = {(row["subject"], row["checkpointing"]): row for row in record["rows"]}
@@ -58,7 +58,7 @@ def training_depth_table(records: Records) -> str:
     return f"{table(header, lines, words=(0,))}\n\n{machine(what, record)}"
 
 
-def prefill_table(records: Records) -> str:
+def prefill(records: Records) -> str:
     """Whole models over prompts, every block compiled."""
     record, lines = records["model"], []
     for (scale, batch, length), rows in by(record["rows"], "scale", "batch", "length").items():
@@ -70,7 +70,7 @@ def prefill_table(records: Records) -> str:
     return f"{table(header, lines)}\n\n{machine(what, record)}"
 
 
-def generation(record: dict) -> list[tuple[tuple, dict[str, dict[str, float]]]]:
+def generation_rates(record: dict) -> list[tuple[tuple, dict[str, dict[str, float]]]]:
     """(scale, batch, context) -> network -> cache -> tokens per second, where both networks have one."""
     found: dict[tuple, dict[str, dict[str, float]]] = {}
     for (*key, cache), rows in by_scale(record["rows"], "batch", "context", "cache"):
@@ -84,9 +84,9 @@ def generation_ratio(networks: dict[str, dict[str, float]]) -> float:
     return max(networks["flashmhf"].values()) / max(networks["swiglu"].values())
 
 
-def generate_table(records: Records) -> str:
+def generation(records: Records) -> str:
     record = records["generate"]
-    found = generation(record)
+    found = generation_rates(record)
     caches = [cache for cache in ("static", "dynamic") if any(cache in each["swiglu"] for _, each in found)]
     lines = []
     for (scale, batch, context), networks in found:
@@ -100,7 +100,7 @@ def generate_table(records: Records) -> str:
     return f"{table(['model', 'batch', 'prompt', *header, FASTER], lines)}\n\n{machine(what, record)}"
 
 
-def vllm_table(records: Records) -> str:
+def vllm(records: Records) -> str:
     """Tokens per second of vLLM's engine."""
     record = records["vllm"]
     rates = {
@@ -125,7 +125,7 @@ def _compared(speeds: list[float], memories: Iterable[float] = ()) -> list[str]:
     return [span(speeds) if speeds else UNKNOWN, span(memories) if memories else UNKNOWN]
 
 
-def decision_table(records: Records) -> str:
+def decision(records: Records) -> str:
     """One line per question that a reader decides by; what no record has is said to be unmeasured."""
     layers = Layers(records)
     step = span(layers.times("ms", "training"))
@@ -146,7 +146,7 @@ def decision_table(records: Records) -> str:
         less = [ours["memory_mib"] / theirs["memory_mib"] for ours, theirs in pairs.values() if "memory_mib" in ours]
         what = f"whole model, prefill, {way.strip() or 'eager'}"
         lines.append([what, *_compared(speeds, less)])
-    found = generation(records["generate"])
+    found = generation_rates(records["generate"])
     speeds = [generation_ratio(networks) for _, networks in found]
     lines.append(["whole model at 1.3B, generation", *_compared(speeds)])
     record, trained = training_cells(records)

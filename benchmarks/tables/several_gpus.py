@@ -13,7 +13,7 @@ def trained(record: dict, layout: str = "one") -> dict[str, dict]:
     return by([row for row in record["rows"] if row["part"] == "train"], "layout").get((layout,), {})
 
 
-def several_gpus_training(records: Records) -> str:
+def training(records: Records) -> str:
     """A line per layout, both networks in it."""
     found, lines = records.several_gpus("train"), []
     for ranks, several in found.items():
@@ -34,7 +34,7 @@ def several_gpus_training(records: Records) -> str:
     return f"{table(header, lines, words=(0,))}\n\n{software(what, found.values())}"
 
 
-def expected_memory(records: Records) -> str:
+def memory(records: Records) -> str:
     """The largest model's memory per GPU with FSDP2 over all, measured or computed from that on one."""
     record, cells = training_cells(records)
     (scale, batch, length), rows = max(cells["compiled", False].items(), key=lambda item: SCALES.index(item[0][0]))
@@ -56,7 +56,7 @@ def expected_memory(records: Records) -> str:
     return f"{table(['GPUs', *columns], [['memory per GPU', *(cells[int(n)] for n in columns)]])}\n\n{note}"
 
 
-def several_gpus_module(records: Records) -> str:
+def module(records: Records) -> str:
     found, lines = records.several_gpus("module"), []
     for ranks, record in found.items():
         for row in record["rows"]:
