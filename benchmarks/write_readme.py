@@ -17,19 +17,15 @@ from collections.abc import Callable
 
 from .harness.markdown import with_block
 from .records import Records
-from .tables import fp8, kernels, layers, models, several_gpus
+from .tables import decision, fp8, kernels, layers, models, several_gpus
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WRITER = "benchmarks/write_readme.py"
 BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     "README.md": {"headline": layers.headline},
-    "benchmarks/README.md": {
-        "operator": kernels.sixteen_bits,
-        "fp8": fp8.kernels,
-        "generate fp8": fp8.generation,
-    },
+    "benchmarks/README.md": {"operator": kernels.sixteen_bits, "fp8": fp8.kernels, "generate fp8": fp8.generation},
     "docs/measurements.md": {
-        "decide": models.decision,
+        "decide": decision.decision,
         "prefill": layers.headline,
         "decode": layers.decode,
         "implementations": layers.implementations,

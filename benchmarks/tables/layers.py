@@ -87,17 +87,13 @@ def decode(records: Records) -> str:
     pieces = by(records["serving"]["rows"], "T")
     depth = PAPER.swiglu_layers / PAPER.layers
     for tokens in layers.sizes("decode"):
-        if (tokens,) in pieces:
-            ours, theirs = (
-                [layers.rows["decode", layer][tokens]["ms"]["p50"], pieces[tokens,][piece]["ms"]["p50"]]
-                for layer, piece in ((layers.ours, "piece"), (SWIGLU, "piece swiglu"))
-            )
-            cells = [
-                cell
-                for ms, other in zip(ours, theirs, strict=True)
-                for cell in (f"{1e3 * ms:.1f}", f"{1e3 * other:.1f}", f"{depth * other / ms:.2f}")
-            ]
-            lines.append([f"{tokens:,}", *cells])
+        if piece := pieces.get((tokens,)):
+            layer = {name: layers.rows["decode", name][tokens] for name in (layers.ours, SWIGLU)}
+            cells = [f"{tokens:,}"]
+            for pair in ((layer[layers.ours], layer[SWIGLU]), (piece["piece"], piece["piece swiglu"])):
+                ours, theirs = (row["ms"]["p50"] for row in pair)
+                cells += [f"{1e3 * ours:.1f}", f"{1e3 * theirs:.1f}", f"{depth * theirs / ours:.2f}"]
+            lines.append(cells)
     parts = (f"{what}, {unit}" for what in ("layer", "piece") for unit in ("µs", "SwiGLU's", "all ÷ SwiGLU's"))
     what = (
         f"bf16, CUDA graphs, compiled SwiGLU. All: the speed of {PAPER.layers} layers or pieces ÷ that of "

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from ..harness.markdown import table
-from ..records import Records, by, by_scale, fixed, gpu, machine, ratio, span
-from .layers import FASTER, PAPER, Layers
+from ..records import Records, by, by_scale, fixed, machine, ratio
+from .layers import FASTER
 
-UNKNOWN = "not measured"
 BOTH = {"flashmhf", "swiglu"}
-Cells = dict[tuple[str, bool], dict[tuple, dict[str, dict]]]
 
 
-def training_cells(records: Records) -> tuple[dict, Cells]:
-    """A record, and (blocks, checkpointed) -> (scale, batch, length) -> network -> row, of whole models in training."""
-    cells: Cells = {(blocks, checkpointed): {} for blocks in ("eager", "compiled") for checkpointed in (False, True)}
-    record = records["train"]
+def training_cells(record: dict) -> dict[tuple[str, bool], dict[tuple, dict[str, dict]]]:
+    """(blocks, checkpointed) -> (scale, batch, length) -> network -> row, of whole models in training."""
+    cells: dict[tuple[str, bool], dict[tuple, dict[str, dict]]] = {}
     for key, rows in by(record["rows"], "blocks", "checkpointing", "scale", "batch", "length").items():
-        cells[key[:2]][key[2:]] = rows
-    return record, cells
+        cells.setdefault(key[:2], {})[key[2:]] = rows
+    return cells
 
 
 def training(records: Records) -> str:
@@ -118,52 +113,3 @@ def vllm(records: Records) -> str:
         "random weights, bf16, CUDA graphs"
     )
     return f"{table(['part', 'prompt', 'batch', *header], lines, words=(0,))}\n\n{machine(what, record)}"
-
-
-def _compared(speeds: list[float], memories: Iterable[float] = ()) -> list[str]:
-    """Cells of the decision table for what was measured: speed and memory."""
-    return [span(speeds) if speeds else UNKNOWN, span(memories) if memories else UNKNOWN]
-
-
-def decision(records: Records) -> str:
-    """One line per question that a reader decides by; what no record has is said to be unmeasured."""
-    layers = Layers(records)
-    step = span(layers.times("ms", "training"))
-    less, less_prefill = (span(1 / each for each in layers.times("beyond", group)) for group in ("training", "latency"))
-    checkpointed = span(layers.times("ms", "training", "swiglu_checkpointed"))
-    lines = [
-        ["layers alone, decode", span(layers.times("ms", "decode")), UNKNOWN],
-        ["layers alone, prefill", span(layers.times("ms", "latency")), less_prefill],
-        ["layers alone, training step", step, less],
-        ["the same, SwiGLU eager and checkpointed", checkpointed, "see whole models"],
-    ]
-    prompts = records["model"]
-    for way in ("", " compiled"):
-        names = ("flashmhf" + way, "swiglu" + way)
-        cells = by(prompts["rows"], "scale", "batch", "length").items()
-        pairs = {key: [cell[name] for name in names] for key, cell in cells if cell.keys() >= set(names)}
-        speeds = [theirs["ms"]["p50"] / ours["ms"]["p50"] for ours, theirs in pairs.values()]
-        less = [ours["memory_mib"] / theirs["memory_mib"] for ours, theirs in pairs.values() if "memory_mib" in ours]
-        what = f"whole model, prefill, {way.strip() or 'eager'}"
-        lines.append([what, *_compared(speeds, less)])
-    found = generation_rates(records["generate"])
-    speeds = [generation_ratio(networks) for _, networks in found]
-    lines.append(["whole model at 1.3B, generation", *_compared(speeds)])
-    record, trained = training_cells(records)
-    ways = {"": (False, False), ", both checkpointed": (True, True), ", only SwiGLU checkpointed": (False, True)}
-    for blocks in ("eager", "compiled"):
-        for name, checkpointed in ways.items():
-            mine, other = (trained[(blocks, way)] for way in checkpointed)
-            keys = [key for key in mine if "flashmhf" in mine[key] and "swiglu" in other.get(key, {})]
-            pairs = [(mine[key]["flashmhf"], other[key]["swiglu"]) for key in keys]
-            speeds = [ours["tokens_per_s"] / theirs["tokens_per_s"] for ours, theirs in pairs]
-            less = [ours["memory_mib"] / theirs["memory_mib"] for ours, theirs in pairs]
-            what = f"whole model, training step, {blocks}{name}"
-            lines.append([what, *_compared(speeds, less)])
-    header = ["what", FASTER, "memory ÷ SwiGLU's"]
-    note = (
-        f"*Layers alone: {PAPER.layers} and {PAPER.swiglu_layers} layers, SwiGLU compiled; their memory is the peak of "
-        "one layer beyond weights and input. Whole models: 128M, 370M and 1.3B, both run in the same way, generation "
-        f"in the faster way; their memory is the peak of everything. One {gpu(layers.record)}.*"
-    )
-    return f"{table(header, lines, words=(0,))}\n\n{note}"

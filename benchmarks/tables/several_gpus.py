@@ -8,24 +8,24 @@ from .layers import FASTER
 from .models import BOTH, training_cells
 
 
-def trained(record: dict, layout: str = "one") -> dict[str, dict]:
-    """Network -> its row of training on one GPU, or in another layout, in a record of `benchmarks.distributed`."""
-    return by([row for row in record["rows"] if row["part"] == "train"], "layout").get((layout,), {})
+def trained(record: dict) -> dict[str, dict[str, dict]]:
+    """Layout -> network -> its row of training, in a record of `benchmarks.distributed`."""
+    found = by([row for row in record["rows"] if row["part"] == "train"], "layout")
+    return {layout: networks for (layout,), networks in found.items()}
 
 
 def training(records: Records) -> str:
     """A line per layout, both networks in it."""
     found, lines = records.several_gpus("train"), []
-    for ranks, several in found.items():
-        rows = [row for row in several["rows"] if row["part"] == "train"]
-        for (layout,), pair in by(rows, "layout").items():
-            if layout != "one" and pair.keys() >= BOTH:
-                ours, theirs = pair["flashmhf"], pair["swiglu"]
+    for ranks, record in found.items():
+        for layout, networks in trained(record).items():
+            if layout != "one" and networks.keys() >= BOTH:
+                ours, theirs = networks["flashmhf"], networks["swiglu"]
                 name = layout.replace("fsdp2", "FSDP2 over").replace("tp", "TP over").replace(" x ", " × ")
                 speeds = [ours["x_one"], theirs["x_one"], ours["tokens_per_s"] / theirs["tokens_per_s"]]
                 memory = [row["memory_mib"] / 1024 for row in (ours, theirs)]
                 cells = [*(fixed(each, 2) for each in speeds), *(fixed(each, 1) for each in memory)]
-                lines.append([f"{ranks} {gpu(several)}s, {name}", *cells])
+                lines.append([f"{ranks} {gpu(record)}s, {name}", *cells])
     header = ["layout", "FlashMHF's scaling", "SwiGLU's", FASTER, "FlashMHF, GiB per GPU", "SwiGLU, GiB"]
     what = (
         "1.3B, compiled blocks, bf16, sequences of 4,096 tokens. Scaling: the speed ÷ that of as many single GPUs, "
@@ -36,15 +36,16 @@ def training(records: Records) -> str:
 
 def memory(records: Records) -> str:
     """The largest model's memory per GPU with FSDP2 over all, measured or computed from that on one."""
-    record, cells = training_cells(records)
-    (scale, batch, length), rows = max(cells["compiled", False].items(), key=lambda item: SCALES.index(item[0][0]))
-    row = rows["flashmhf"]
+    record = records["train"]
+    sizes = training_cells(record)["compiled", False]
+    scale, batch, length = max(sizes, key=lambda size: SCALES.index(size[0]))
+    row = sizes[scale, batch, length]["flashmhf"]
     gib = {ranks: row["memory_mib"] / 1024 - 16 * row["parameters"] * (1 - 1 / ranks) / 2**30 for ranks in (1, 2, 4, 8)}
     places, more, cells = [f"one {gpu(record)}"], [], {1: f"{gib[1]:.0f} GiB"}
     for ranks, several in records.several_gpus("train").items():
-        if sharded := trained(several, f"fsdp2 {ranks}").get("flashmhf"):
+        if sharded := trained(several).get(f"fsdp2 {ranks}", {}).get("flashmhf"):
             more.append(sharded["memory_mib"] / 1024 - gib[ranks])
-            cells[ranks] = f"{gib[ranks] + more[-1]:.0f} GiB"
+            cells[ranks] = f"{sharded['memory_mib'] / 1024:.0f} GiB"
             places.append(f"{ranks} {gpu(several)}s")
     for ranks, each in gib.items():
         cells.setdefault(ranks, f"{span([each + over for over in more], 0)} GiB, estimated")

@@ -1,0 +1,67 @@
+"""What a reader decides by: FlashMHF's speed and memory over SwiGLU's, a line per question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ..harness.markdown import table
+from ..records import Records, by, gpu, span
+from .layers import FASTER, PAPER, Layers
+from .models import generation_rates, generation_ratio, training_cells
+
+UNKNOWN = "not measured"
+
+
+def decision(records: Records) -> str:
+    """Layers alone, then whole models; what no record has is said to be unmeasured."""
+    layers, rates = Layers(records), [rates for _, rates in generation_rates(records["generate"])]
+    generation = ["whole model at 1.3B, generation", _span(map(generation_ratio, rates)), UNKNOWN]
+    lines = [*_layers(layers), *_prefill(records), generation, *_training(records)]
+    header = ["what", FASTER, "memory ÷ SwiGLU's"]
+    note = (
+        f"*Layers alone: {PAPER.layers} and {PAPER.swiglu_layers} layers, SwiGLU compiled; their memory is the peak of "
+        "one layer beyond weights and input. Whole models: 128M, 370M and 1.3B, both run in the same way, generation "
+        f"in the faster way; their memory is the peak of everything. One {gpu(layers.record)}.*"
+    )
+    return f"{table(header, lines, words=(0,))}\n\n{note}"
+
+
+def _layers(layers: Layers) -> Iterator[list[str]]:
+    less, less_prefill = (
+        _span(1 / each for each in layers.times("beyond", group)) for group in ("training", "latency")
+    )
+    yield ["layers alone, decode", _span(layers.times("ms", "decode")), UNKNOWN]
+    yield ["layers alone, prefill", _span(layers.times("ms", "latency")), less_prefill]
+    yield ["layers alone, training step", _span(layers.times("ms", "training")), less]
+    checkpointed = _span(layers.times("ms", "training", "swiglu_checkpointed"))
+    yield ["the same, SwiGLU eager and checkpointed", checkpointed, "see whole models"]
+
+
+def _prefill(records: Records) -> Iterator[list[str]]:
+    cells = by(records["model"]["rows"], "scale", "batch", "length").values()
+    for name, way in (("eager", ""), ("compiled", " compiled")):
+        names = "flashmhf" + way, "swiglu" + way
+        pairs = [tuple(cell[each] for each in names) for cell in cells if cell.keys() >= set(names)]
+        faster = _span(theirs["ms"]["p50"] / ours["ms"]["p50"] for ours, theirs in pairs)
+        yield [f"whole model, prefill, {name}", faster, _memory(pairs)]
+
+
+def _training(records: Records) -> Iterator[list[str]]:
+    cells = training_cells(records["train"])
+    ways = {"": (False, False), ", both checkpointed": (True, True), ", only SwiGLU checkpointed": (False, True)}
+    for blocks in ("eager", "compiled"):
+        for name, checkpointed in ways.items():
+            ours, theirs = (cells.get((blocks, way), {}) for way in checkpointed)
+            both = ((ours[size].get("flashmhf"), theirs[size].get("swiglu")) for size in ours.keys() & theirs.keys())
+            pairs = [pair for pair in both if all(pair)]
+            faster = _span(mine["tokens_per_s"] / other["tokens_per_s"] for mine, other in pairs)
+            yield [f"whole model, training step, {blocks}{name}", faster, _memory(pairs)]
+
+
+def _memory(pairs: list[tuple[dict, dict]]) -> str:
+    return _span(ours["memory_mib"] / theirs["memory_mib"] for ours, theirs in pairs if "memory_mib" in ours)
+
+
+def _span(values: Iterable[float]) -> str:
+    found = list(values)
+    return span(found) if found else UNKNOWN
