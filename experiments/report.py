@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from compare import finished_runs, write_lines
+from runs import finished_runs, write_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PLOT = "experiments/results/runs.jsonl", "docs/assets/quality.svg"

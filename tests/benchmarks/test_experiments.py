@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-sys.path.insert(0, str(EXPERIMENTS))
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 pytest.importorskip("tokenizers")
 
 import compare  # noqa: E402
 import corpus  # noqa: E402
+import model  # noqa: E402
 import report  # noqa: E402
+import runs  # noqa: E402
+import training  # noqa: E402
 
 SENTENCE = "The number {} is one of the many that a counting clerk writes into the ledger of this office."
 SMALL = {
@@ -81,11 +83,11 @@ def run_queue(tokens, out, *arguments, queue=QUEUE):
 
 
 def finished(directory):
-    return compare.finished_runs([directory / "runs.jsonl"])
+    return runs.finished_runs([directory / "runs.jsonl"])
 
 
 def train(run, tokens, state, deadline=math.inf):
-    return compare.train(run, compare.Tokens(tokens, "cpu"), "cpu", state, deadline, compiled=False)
+    return training.train(run, training.Tokens(tokens, "cpu"), "cpu", state, deadline, compiled=False)
 
 
 def test_a_queue_is_trained_taken_up_again_and_reported(tokens, tmp_path, capsys):
@@ -100,7 +102,7 @@ def test_a_queue_is_trained_taken_up_again_and_reported(tokens, tmp_path, capsys
     assert capsys.readouterr().out.count("validation loss") == 4 and run_queue(tokens, out) == 0
     assert capsys.readouterr().out == ""
     assert report.collect([out / "runs.jsonl"], collected) == list(finished(out))
-    assert compare.finished_runs([collected]) == finished(out)
+    assert runs.finished_runs([collected]) == finished(out)
     line = finished(out)["flash-adamw"]
     assert line["configuration"]["heads"] == 4 and line["commit"] == "abc" and line["corpus"]["pieces"] == 2
     assert line["versions"]["torch"] == torch.__version__ and set(line["validation"]) == {"prose", "code"}
@@ -110,15 +112,15 @@ def test_a_queue_is_trained_taken_up_again_and_reported(tokens, tmp_path, capsys
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_goes_on_where_its_minutes_were_over_with_the_same_losses(tokens, tmp_path, monkeypatch, optimizer):
-    run = compare.Run(name="a", **FLASH, optimizer=optimizer, **SMALL | {"steps": 12})
+    run = runs.Run(name="a", **FLASH, optimizer=optimizer, **SMALL | {"steps": 12})
     for name, value in {"CHECKED": 5, "EVALUATED": 3 * 4 * 16, "SAMPLE": 4, "SAVED": 0}.items():
-        monkeypatch.setattr(compare, name, value)
+        monkeypatch.setattr(training, name, value)
     state = tmp_path / "a.state"
     whole = train(run, tokens, state)
     assert [each["tokens"] for each in whole["evaluations"]] == [192, 384, 576] and state.exists()
     state.unlink()
     for _ in range(2):
-        with pytest.raises(compare.TimeUpError):
+        with pytest.raises(training.TimeUpError):
             train(run, tokens, state, deadline=0.0)
     assert torch.load(state)["progress"]["step"] == 10
     with pytest.raises(ValueError, match="other settings: seed"):
@@ -135,7 +137,7 @@ def test_a_run_goes_on_where_its_minutes_were_over_with_the_same_losses(tokens, 
     ({"steps": 100_000}, "a: steps is 100000, .* at most 4"),
 ])  # fmt: skip
 def test_unequal_sizes_and_unknown_settings_are_refused(tokens, tmp_path, change, message):
-    run = compare.Run(**{"name": "a", "ffn": "swiglu", "width": 192, **SMALL, **change})
+    run = runs.Run(**{"name": "a", "ffn": "swiglu", "width": 192, **SMALL, **change})
     with pytest.raises(ValueError, match=message):
         train(run, tokens, tmp_path / "a.state")
 
@@ -148,8 +150,8 @@ def test_the_model_is_that_of_flashmhf_lm(ffn):
     from flashmhf.models.modeling import FlashMHFForCausalLM
 
     sizes = {"heads": 4, "subnets": 2, "width": 148} if ffn == "flashmhf" else {"width": 192}
-    run = compare.Run(name="a", ffn=ffn, **sizes, **SMALL)
-    ours = compare.Model(run, 100)
+    run = runs.Run(name="a", ffn=ffn, **sizes, **SMALL)
+    ours = model.Model(run, 100)
     config = FlashMHFConfig(
         ffn_type=ffn, vocab_size=100, hidden_size=64, intermediate_size=run.width, num_hidden_layers=2,
         num_attention_heads=2, ffn_num_heads=run.heads, ffn_num_subnets=run.subnets, rms_norm_eps=1e-5,
