@@ -27,12 +27,7 @@ LONG_DECAY = 0.1  # the weight decay of a long run where nothing else is said
 MARK = "(experiments/report.py)"
 NETWORKS = {"swiglu": "SwiGLU", "flashmhf": "FlashMHF", "mh_ffn": "MH-FFN", "pkv": "PKV", "dense_moe": "Dense-MoE"}
 # Settings that only some commits of compare.py had, with what the others did.
-EARLIER = {
-    "optimizer": "adamw", "init": "balanced", "q_norm": False, "router_std": None, "value_scale": 1.0,
-    "projections": "gaussian", "gates": "normalised", "backend": "auto", "rates": {}, "decays": {},
-    "betas": [0.9, 0.95], "clip": 1.0, "stacks": "subnets",
-}  # fmt: skip
-
+EARLIER = json.loads((ROOT / "experiments/results/earlier_settings.json").read_text(encoding="utf-8"))
 # Student's t, 97.5 %, for 1, 2, ... degrees of freedom
 T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
@@ -208,7 +203,7 @@ def network(row: Row) -> str:
     settings = row.configuration
     sizes = [f"d_h {settings['d_model'] // settings['heads']}"] if settings["heads"] else []
     sizes += [f"E {settings['subnets']}"] if settings["subnets"] else []
-    sizes += ["q_norm"] * settings["q_norm"] + ["sigmoid gates"] * (settings["gates"] == "sigmoid")
+    sizes += ["q_norm"] * settings["q_norm"]
     return " ".join(
         [NETWORKS[settings["ffn"]], ", ".join([*sizes, f"d_ff {settings['width']}", f"{settings['layers']} layers"])]
     )
