@@ -44,25 +44,31 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
 }
 
 
+def renew(root: pathlib.Path, documents: dict[str, dict[str, Callable]], source, writer: str, check: bool) -> list[str]:
+    """Write the blocks of documents, path -> name -> function of ``source``; return the paths of those that disagreed.
+    With ``check``, nothing is written."""
+    stale = []
+    for name, blocks in documents.items():
+        path = root / name
+        text = wanted = path.read_text(encoding="utf-8")
+        for block, write in blocks.items():
+            wanted = with_block(wanted, block, write(source), writer)
+        if text != wanted:
+            stale.append(name)
+            if not check:
+                path.write_text(wanted, encoding="utf-8")
+    return stale
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 when a file disagrees")
     parser.add_argument("--root", type=pathlib.Path, default=ROOT, help="the repository (default: this script's)")
     options = parser.parse_args(arguments)
-    records, stale = Records(options.root), 0
-    for name, blocks in BLOCKS.items():
-        path = options.root / name
-        text = wanted = path.read_text(encoding="utf-8")
-        for block, write in blocks.items():
-            wanted = with_block(wanted, block, write(records), WRITER)
-        if text == wanted:
-            continue
-        stale += 1
-        if options.check:
-            print(f"{name} disagrees with benchmarks/results: run python -m benchmarks.write_readme", file=sys.stderr)
-        else:
-            path.write_text(wanted, encoding="utf-8")
-    return 1 if options.check and stale else 0
+    stale = renew(options.root, BLOCKS, Records(options.root), WRITER, options.check)
+    for name in stale if options.check else ():
+        print(f"{name} disagrees with benchmarks/results: run python -m benchmarks.write_readme", file=sys.stderr)
+    return int(options.check and bool(stale))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     $ python experiments/corpus.py PATH... OUT [--tokenizer FILE]
 
-Documents are .txt files, and the field "text" of the lines of .jsonl and .jsonl.gz files (The Pile, PG19, ...). A hash
-of a document's name decides whether it is validation text, so the split does not change when files are added. OUT gets
-tokenizer.json (trained on a sample where none is given), train-00.bin and val-prose.bin (uint16), and tokens.json.
+Documents are read as the recipe reads them: text files, and the field "text" of JSON lines and Parquet (The Pile, PG19,
+...). A hash of a document's name decides whether it is validation text, so the split does not change when files are
+added. OUT gets tokenizer.json (trained on a sample where none is given), train-00.bin and val-prose.bin (uint16), and
+tokens.json.
 
 The corpus of the recorded runs is source code and prose of 157 public packages: corpus.json has their versions, hashes
 and licences, and names the commit whose corpus.py downloads, cleans and divides them.
@@ -13,7 +14,6 @@ and licences, and names the commit whose corpus.py downloads, cleans and divides
 from __future__ import annotations
 
 import argparse
-import gzip
 import hashlib
 import json
 from collections.abc import Iterator
@@ -22,6 +22,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from flashmhf_recipes.documents import find_files, read
+
 VOCABULARY, EOS = 16384, "<eos>"
 VALIDATION, SAMPLE = 50, 32  # one document of this many is validation text, trains the tokenizer
 GROUP = 1024  # documents that are tokenised together
@@ -29,18 +31,9 @@ GROUP = 1024  # documents that are tokenised together
 
 def documents(paths: list[Path]) -> Iterator[tuple[int, str]]:
     """A number drawn from the name, and the text, of each document."""
-    below = (each for path in paths for each in ([path] if path.is_file() else sorted(path.rglob("*"))))
-    for path in below:
-        if path.suffix == ".txt":
-            texts = [path.read_text(encoding="utf-8", errors="replace")]
-        elif path.name.endswith((".jsonl", ".jsonl.gz")):
-            opened = gzip.open if path.suffix == ".gz" else open
-            with opened(path, "rt", encoding="utf-8") as lines:
-                texts = [json.loads(line)["text"] for line in lines]
-        else:
-            continue
-        for index, text in enumerate(texts):
-            yield int.from_bytes(hashlib.sha256(f"{path.name}:{index}".encode()).digest()[:8]), text
+    for path in find_files(paths)[0]:
+        for index, record in enumerate(read([path])):
+            yield int.from_bytes(hashlib.sha256(f"{path.name}:{index}".encode()).digest()[:8]), record["text"]
 
 
 def train_tokenizer(paths: list[Path]) -> Tokenizer:

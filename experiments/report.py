@@ -20,11 +20,11 @@ from pathlib import Path
 
 from runs import finished_runs, write_lines
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from benchmarks.write_readme import ROOT, renew
+
 RESULTS, PLOT = "experiments/results/runs.jsonl", "docs/assets/quality.svg"
-OURS, OTHERS = "#3949ab", "#9e9e9e"  # the colours of benchmarks/charts.py
 LONG_DECAY = 0.1  # the weight decay of a long run where nothing else is said
-MARK = "(experiments/report.py)"
 NETWORKS = {"swiglu": "SwiGLU", "flashmhf": "FlashMHF", "mh_ffn": "MH-FFN", "pkv": "PKV", "dense_moe": "Dense-MoE"}
 # Settings that only some commits of compare.py had, with what the others did.
 EARLIER = json.loads((ROOT / "experiments/results/earlier_settings.json").read_text(encoding="utf-8"))
@@ -165,12 +165,12 @@ def plot(found: list[Row], path: Path) -> None:
     """Draw FlashMHF's loss minus SwiGLU's: a line with point and interval per pair of finished models, long runs above,
     and the long runs' ways there inset."""
     import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    style = {"svg.fonttype": "none", "svg.hashsalt": "flashmhf", "font.family": "sans-serif", "font.size": 9}
+    from benchmarks.charts import OTHERS, OURS, STYLE, save
+
     chosen = sorted(pairs(found), key=lambda pair: (is_long(pair[0]), pair[0].per_parameter, _layers(pair[0])))
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 4), layout="constrained")
         axes = figure.subplots()
         inset = axes.inset_axes((0.07, 0.52, 0.56, 0.4))
@@ -195,7 +195,7 @@ def plot(found: list[Row], path: Path) -> None:
         axes.grid(alpha=0.3, axis="x")
         for part in (axes, inset):
             part.spines[["top", "right"]].set_visible(False)
-        FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
+        save(figure, path)
 
 
 def network(row: Row) -> str:
@@ -314,33 +314,16 @@ BLOCKS = {
 }
 
 
-def documented(text: str, found: list[Row], document: str) -> str:
-    """``text`` with the blocks of ``document`` renewed. Raises ValueError when a marker is missing."""
-    for name, write in BLOCKS[document].items():
-        begin, end = f"<!-- {name}: begin {MARK} -->", f"<!-- {name}: end -->"
-        before, opened, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not opened or not closed:
-            raise ValueError(f"the text lacks the markers {begin!r} and {end!r}")
-        text = f"{before}{begin}\n\n{write(found)}\n\n{end}{after}"
-    return text
-
-
 def document(root: Path, check: bool) -> int:
     """Writes the blocks of the documents and the plot; with ``check``, 1 where the blocks differ from the results."""
-    found, stale = rows([root / RESULTS]), 0
-    for name in BLOCKS:
-        path = root / name
-        text = path.read_text(encoding="utf-8")
-        wanted = documented(text, found, name)
-        stale |= text != wanted
-        if check and text != wanted:
-            print(f"{name} disagrees with {RESULTS}: run python experiments/report.py document", file=sys.stderr)
-        elif not check:
-            path.write_text(wanted, encoding="utf-8")
+    found = rows([root / RESULTS])
+    stale = renew(root, BLOCKS, found, "experiments/report.py", check)
     if not check:
         plot(found, root / PLOT)
-    return int(check and stale)
+        return 0
+    for name in stale:
+        print(f"{name} disagrees with {RESULTS}: run python experiments/report.py document", file=sys.stderr)
+    return int(bool(stale))
 
 
 def main(arguments: list[str] | None = None) -> int:
