@@ -72,11 +72,8 @@ def speedup(layers: Layers) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write ``figure`` as an SVG file that is equal whenever its data are."""
-    import matplotlib
-
-    with matplotlib.rc_context(STYLE):
-        FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
+    """Write ``figure`` as an SVG file that is equal whenever its data are, under STYLE."""
+    FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
 
 
 def main() -> int:

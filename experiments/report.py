@@ -99,10 +99,6 @@ def rows(files: Iterable[Path]) -> list[Row]:
     return sorted(found.values(), key=lambda row: (row.non_embedding // 2_000_000, row.mean))
 
 
-def _half(value: float | None) -> str:
-    return "" if value is None else f"± {value:.4f}"
-
-
 def _most_seeds_then_lowest(row: Row) -> tuple[int, float]:
     return -len(row.losses), row.mean
 
@@ -214,10 +210,16 @@ def size_order(found: Iterable[Row]) -> list[str]:
     return sorted(sizes, key=sizes.__getitem__)
 
 
-def against(row: Row, base: Row | None) -> tuple[str, str]:
-    """Mean difference to the reference over common seeds, and half its interval; empty where there is none."""
-    found = differences(row, base) if base is not None and base is not row else []
-    return (f"{statistics.mean(found):+.4f}" if found else "", _half(interval(found)))
+def _difference(ours: Row, theirs: Row) -> str:
+    """The mean over the seeds that both have, and half its interval where there are several."""
+    found = differences(ours, theirs)
+    half = interval(found)
+    return f"{statistics.mean(found):+.4f}" + ("" if half is None else f" ± {half:.4f}")
+
+
+def _table(header: list[str], lines: list[list[str]]) -> str:
+    rule = "|---" * len(header) + "|"
+    return "\n".join([f"| {' | '.join(header)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def _speed_on_an_h100(row: Row, found: list[Row]) -> float:
@@ -230,36 +232,26 @@ def _speed_on_an_h100(row: Row, found: list[Row]) -> float:
 
 def pairs_block(found: list[Row]) -> str:
     """A line per pair of the long trainings: loss, speed on an H100, memory."""
-    lines = [
-        "| size, tokens | layers | loss | SwiGLU's | difference, nats | speed ÷ SwiGLU's | GiB | SwiGLU's | seeds |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for ours, theirs in pairs(found):
-        if is_long(ours):
-            both = (ours, theirs)
-            losses = [f"{row.mean:.3f}" for row in both]
-            speeds = [_speed_on_an_h100(row, found) for row in both]
-            memory = [f"{row.records[0]['peak_memory'] / 2**30:.1f}" for row in both]
-            cells = [ours.title, f"{_layers(ours)} for {_layers(theirs)}", *losses, " ".join(against(*both)).strip()]
-            seeds = len(differences(ours, theirs))
-            lines.append(f"| {' | '.join([*cells, f'{speeds[0] / speeds[1]:.2f}', *memory, str(seeds)])} |")
-    return "\n".join(lines)
+    lines = []
+    for ours, theirs in (pair for pair in pairs(found) if is_long(pair[0])):
+        losses = [f"{row.mean:.3f}" for row in (ours, theirs)]
+        speed, other = (_speed_on_an_h100(row, found) for row in (ours, theirs))
+        memory = [f"{row.records[0]['peak_memory'] / 2**30:.1f}" for row in (ours, theirs)]
+        cells = [ours.title, f"{_layers(ours)} for {_layers(theirs)}", *losses, _difference(ours, theirs)]
+        lines.append([*cells, f"{speed / other:.2f}", *memory, str(len(differences(ours, theirs)))])
+    header = ["size, tokens", "layers", "loss", "SwiGLU's", "difference, nats", "speed ÷ SwiGLU's", "GiB", "SwiGLU's"]
+    return _table([*header, "seeds"], lines)
 
 
 def short_block(found: list[Row]) -> str:
     """A line per size of the short trainings: both networks' best rows, and what lies between them."""
-    lines = [
-        "| size, tokens | tokens per parameter | layers | loss | SwiGLU's | difference, nats | seeds |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for ours, theirs in pairs(found):
-        if not is_long(ours):
-            losses = [f"{row.mean:.3f}" for row in (ours, theirs)]
-            layers = f"{_layers(ours)} for {_layers(theirs)}"
-            cells = [ours.title, f"{ours.per_parameter:.1f}", layers, *losses]
-            seeds = str(len(differences(ours, theirs)))
-            lines.append(f"| {' | '.join([*cells, ' '.join(against(ours, theirs)).strip(), seeds])} |")
-    return "\n".join(lines)
+    lines = []
+    for ours, theirs in (pair for pair in pairs(found) if not is_long(pair[0])):
+        sizes = [ours.title, f"{ours.per_parameter:.1f}", f"{_layers(ours)} for {_layers(theirs)}"]
+        losses = [f"{row.mean:.3f}" for row in (ours, theirs)]
+        lines.append([*sizes, *losses, _difference(ours, theirs), str(len(differences(ours, theirs)))])
+    header = ["size, tokens", "tokens per parameter", "layers", "loss", "SwiGLU's", "difference, nats", "seeds"]
+    return _table(header, lines)
 
 
 def _rate(row: Row) -> str:
@@ -276,11 +268,9 @@ def _rate(row: Row) -> str:
 def _speeds(records: Iterable[dict]) -> str:
     """Millions of tokens per second of training, the mean of the timed runs on each GPU; rates leave it alone."""
     found: dict[str, list[int]] = {}
-    for record in records:
-        if record["tokens_per_second"]:
-            found.setdefault(record["device"].removeprefix("NVIDIA ").split()[0], []).append(
-                record["tokens_per_second"]
-            )
+    for record in (each for each in records if each["tokens_per_second"]):
+        gpu = record["device"].removeprefix("NVIDIA ").split()[0]
+        found.setdefault(gpu, []).append(record["tokens_per_second"])
     return ", ".join(f"{statistics.mean(speeds) / 1e6:.2f} ({gpu})" for gpu, speeds in sorted(found.items())) or "–"
 
 
@@ -290,22 +280,15 @@ def long_block(found: list[Row]) -> str:
     for row in (row for row in found if is_long(row)):
         name = network(row) + ", AdamW" * (row.configuration["optimizer"] == "adamw")
         networks.setdefault((row.configuration["size"].partition(",")[0], name), []).append(row)
-    header = [
-        "size", "network", "best setting (learning rate)", "loss", "other settings: loss", "seeds", "million tokens/s",
-        "memory, GiB",
-    ]  # fmt: skip
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    lines = []
     for (size, name), of_network in networks.items():
         best_row, *others = sorted(of_network, key=_most_seeds_then_lowest)
-        records = [record for row in of_network for record in row.records]
         tried = "; ".join(f"{_rate(row)}: {row.mean:.3f}" for row in others) or "–"
-        memory = f"{best_row.records[0]['peak_memory'] / 2**30:.1f}"
-        cells = [
-            size, name, _rate(best_row), f"{best_row.mean:.3f}", tried, str(len(best_row.losses)), _speeds(records),
-            memory,
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        cells = [size, name, _rate(best_row), f"{best_row.mean:.3f}", tried, str(len(best_row.losses))]
+        speeds = _speeds(record for row in of_network for record in row.records)
+        lines.append([*cells, speeds, f"{best_row.records[0]['peak_memory'] / 2**30:.1f}"])
+    header = ["size", "network", "best setting (learning rate)", "loss", "other settings: loss", "seeds"]
+    return _table([*header, "million tokens/s", "memory, GiB"], lines)
 
 
 BLOCKS = {
