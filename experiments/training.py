@@ -38,23 +38,6 @@ def schedule(run: Run, step: int) -> float:
     return min(1.0, (step + 1) / max(1, run.warmup)) * cosine
 
 
-def validate(run: Run, model: Model, tokens: Tokens, autocast, sample: int | None = None) -> dict[str, float]:
-    """Mean losses by kind and, as "all", of all tokens, in ``sample`` windows a kind, evenly spaced, or all. The last
-    batch of a kind stays out where it is not full.
-    """
-    sums, counts = {}, {}
-    for kind, text in tokens.validation.items():
-        windows = text.unfold(0, run.context + 1, run.context)
-        if sample is not None and len(windows) > sample:
-            windows = windows[torch.arange(sample, device=text.device) * len(windows) // sample]
-        batches = [batch for batch in windows.split(run.micro_batch) if len(batch) == run.micro_batch] or [windows]
-        with autocast:  # with gradients on: without, every block would be compiled again
-            sums[kind] = sum(model(batch.long()).item() for batch in batches)
-        counts[kind] = len(batches)
-    means = {kind: round(sums[kind] / counts[kind], 5) for kind in sums}
-    return means | {"all": round(sum(sums.values()) / sum(counts.values()), 5)}
-
-
 class TimeUpError(Exception):
     """The minutes are over; the run's state is saved."""
 
@@ -73,70 +56,86 @@ class Progress:
     wall: float = 0.0
 
 
-def save(path: Path, run: Run, model: Model, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    partial = path.with_suffix(".partial")
-    parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save({"run": dataclasses.asdict(run), **parts, "progress": vars(progress)}, partial)
-    partial.replace(path)
+class Training:
+    """A run's model, optimizer and progress, from ``state`` on if there is one."""
 
+    def __init__(self, run: Run, tokens: Tokens, device: str, state: Path, compiled: bool):
+        self.run, self.tokens, self.state = run, tokens, state
+        self.model = make_model(run, tokens.stored["vocabulary"], device)
+        if compiled:
+            for part in (*self.model.blocks, self.model.head):
+                part.compile(fullgraph=True, dynamic=False)
+        self.optimizer = make_optimizer(run, self.model, device)
+        self.peaks = [group["lr"] for group in self.optimizer.param_groups]
+        self.progress = Progress(*(torch.zeros(run.steps, device=device) for _ in range(2)))
+        self.autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+        if state.exists():
+            self._load(device)
+        self.begin = time.monotonic() - self.progress.wall
 
-def load(path: Path, run: Run, model: Model, optimizer: torch.optim.Optimizer, device: str) -> Progress:
-    """Restore what ``save`` wrote. Raises ValueError where it is the state of other settings."""
-    state = torch.load(path, map_location=device, weights_only=True)
-    if changed := [key for key, value in dataclasses.asdict(run).items() if state["run"].get(key) != value]:
-        raise ValueError(f"{path} was saved with other settings: {', '.join(changed)}")
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return Progress(**state["progress"])
+    def save(self) -> None:
+        self.progress.wall = time.monotonic() - self.begin
+        partial = self.state.with_suffix(".partial")
+        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save({"run": dataclasses.asdict(self.run), **parts, "progress": vars(self.progress)}, partial)
+        partial.replace(self.state)
 
+    def _load(self, device: str) -> None:
+        """Restore what ``save`` wrote. Raises ValueError where it is the state of other settings."""
+        state = torch.load(self.state, map_location=device, weights_only=True)
+        if changed := [key for key, value in dataclasses.asdict(self.run).items() if state["run"].get(key) != value]:
+            raise ValueError(f"{self.state} was saved with other settings: {', '.join(changed)}")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.progress = Progress(**state["progress"])
 
-def train_step(
-    run: Run, model: Model, optimizer: torch.optim.Optimizer, peaks: list[float], batch: Tensor, autocast,
-    progress: Progress,
-) -> None:  # fmt: skip
-    """Take the step ``progress.step``, and record its loss and the norm of its gradient on the device."""
-    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-        group["lr"] = peak * schedule(run, progress.step)
-    for part in batch.split(run.micro_batch):
-        with autocast:
-            loss = model(part.long())
-        share = len(part) / run.batch
-        (loss * share).backward()
-        progress.losses[progress.step] += loss.detach() * share
-    progress.norms[progress.step] = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    progress.step += 1
+    def step(self, batch: Tensor) -> None:
+        """Take a step, and record its loss and the norm of its gradient on the device."""
+        progress = self.progress
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * schedule(self.run, progress.step)
+        for part in batch.split(self.run.micro_batch):
+            with self.autocast:
+                loss = self.model(part.long())
+            share = len(part) / self.run.batch
+            (loss * share).backward()
+            progress.losses[progress.step] += loss.detach() * share
+        progress.norms[progress.step] = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        progress.step += 1
+
+    def validate(self, sample: int | None = None) -> dict[str, float]:
+        """Mean losses by kind and, as "all", of all tokens, in ``sample`` windows a kind, evenly spaced, or all. The
+        last batch of a kind stays out where it is not full.
+        """
+        sums, counts, size = {}, {}, self.run.micro_batch
+        for kind, text in self.tokens.validation.items():
+            windows = text.unfold(0, self.run.context + 1, self.run.context)
+            if sample is not None and len(windows) > sample:
+                windows = windows[torch.arange(sample, device=text.device) * len(windows) // sample]
+            batches = [batch for batch in windows.split(size) if len(batch) == size] or [windows]
+            with self.autocast:  # with gradients on: without, every block would be compiled again
+                sums[kind] = sum(self.model(batch.long()).item() for batch in batches)
+            counts[kind] = len(batches)
+        means = {kind: round(sums[kind] / counts[kind], 5) for kind in sums}
+        return means | {"all": round(sum(sums.values()) / sum(counts.values()), 5)}
 
 
 def train(run: Run, tokens: Tokens, device: str, state: Path, deadline: float, compiled: bool) -> dict[str, object]:
     """Train one network, from ``state`` on if there is one; return its losses and speed. Raises TimeUpError past the
     deadline, after saving ``state``.
     """
-    model = make_model(run, tokens.stored["vocabulary"], device)
-    if compiled:
-        for part in (*model.blocks, model.head):
-            part.compile(fullgraph=True, dynamic=False)
-    optimizer = make_optimizer(run, model, device)
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    progress, begin = Progress(*(torch.zeros(run.steps, device=device) for _ in range(2))), time.monotonic()
-    if state.exists():
-        progress = load(state, run, model, optimizer, device)
-        begin -= progress.wall
-    autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+    training = Training(run, tokens, device, state, compiled)
+    progress = training.progress
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     every = max(1, round(EVALUATED / run.batch_tokens))
     first, saved, timed_from = progress.step, time.monotonic(), None
     warm = first + min(5, (run.steps - first) // 2)  # steps from here on are timed
-
-    def keep() -> None:
-        progress.wall = time.monotonic() - begin
-        save(state, run, model, optimizer, progress)
-
     for _, batch in zip(range(first, run.steps), tokens.batches(run, first), strict=False):
-        train_step(run, model, optimizer, peaks, batch, autocast, progress)
+        training.step(batch)
         done = progress.step
         ended, evaluated = done == run.steps, done % every == 0 and done < run.steps
         if not (ended or evaluated or done == warm or done % CHECKED == 0):
@@ -146,23 +145,23 @@ def train(run: Run, tokens: Tokens, device: str, state: Path, deadline: float, c
             progress.timed += done - timed_from[0]
             progress.seconds += time.monotonic() - timed_from[1]
         if evaluated:
-            losses = validate(run, model, tokens, autocast, SAMPLE)
-            progress.evaluations.append({"tokens": done * run.batch_tokens} | losses)
+            progress.evaluations.append({"tokens": done * run.batch_tokens} | training.validate(SAMPLE))
             if time.monotonic() - saved > SAVED:
-                keep()
+                training.save()
                 saved = time.monotonic()
         if done % CHECKED == 0 and not ended and time.monotonic() > deadline:
-            keep()
+            training.save()
             print(f"{run.name}: saved after {done} of {run.steps} steps; {progress.evaluations[-1:]}", flush=True)
             raise TimeUpError
         if done >= warm:
             wait()
             timed_from = done, time.monotonic()
     memory = torch.cuda.max_memory_allocated() - tokens.bytes if device == "cuda" else None
-    losses = validate(run, model, tokens, autocast)
+    losses = training.validate()
     speed = round(progress.timed * run.batch_tokens / progress.seconds) if progress.timed else None
     return {
-        "losses": progress.losses.tolist(), "norms": progress.norms.tolist(), "non_embedding": model.non_embedding,
-        "evaluations": progress.evaluations, "validation_loss": losses.pop("all"), "validation": losses,
-        "tokens_per_second": speed, "seconds": round(time.monotonic() - begin, 2), "peak_memory": memory,
+        "losses": progress.losses.tolist(), "norms": progress.norms.tolist(),
+        "non_embedding": training.model.non_embedding, "evaluations": progress.evaluations,
+        "validation_loss": losses.pop("all"), "validation": losses, "tokens_per_second": speed,
+        "seconds": round(time.monotonic() - training.begin, 2), "peak_memory": memory,
     }  # fmt: skip
