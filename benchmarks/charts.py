@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
@@ -77,8 +78,6 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def main() -> int:
-    import matplotlib
-
     layers = Layers(Records(ROOT))
     with matplotlib.rc_context(STYLE):
         save(overview(layers), ROOT / "docs" / "assets" / "overview.svg")

@@ -5,8 +5,8 @@ $ python experiments/compare.py QUEUE --tokens DIR --out RUNS [--minutes 8.5]
 A queue is a JSON file: {"defaults": settings, "runs": [settings, ...]}, settings being the fields of Run. A call takes
 the first run that nobody holds (by a file lock) or has finished, several at once one each. A finished run is a line of
 RUNS/runs.jsonl, which names its commit. A run that is stopped goes on from RUNS/NAME.state in the next call, with the
-same losses. Networks of one size have equal parameters beside the embedding (1 %) and see equal batches. The model is
-that of flashmhf.models without transformers around it, so that one compiled block serves all layers.
+same losses. Networks of one size have equal parameters beside the embedding (1 %) and see equal batches. Model, batches
+and steps (model.py, tokens.py, training.py) are not the recipe's: they repeat the published runs, loss by loss.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     $ python experiments/corpus.py PATH... OUT [--tokenizer FILE]
 
-Documents are read as the recipe reads them: text files, and the field "text" of JSON lines and Parquet (The Pile, PG19,
-...). A hash of a document's name decides whether it is validation text, so the split does not change when files are
-added. OUT gets tokenizer.json (trained on a sample where none is given), train-00.bin and val-prose.bin (uint16), and
-tokens.json.
+Documents are text files, and the field "text" of JSON lines and Parquet (The Pile, PG19, ...), read as by the recipe. A
+hash of a document's name decides whether it is validation text, so the split does not change when files are added. OUT
+gets tokenizer.json (trained on a sample where none is given), train-00.bin and val-prose.bin (uint16), and tokens.json.
 
 The corpus of the recorded runs is source code and prose of 157 public packages: corpus.json has their versions, hashes
 and licences, and names the commit whose corpus.py downloads, cleans and divides them.

@@ -113,7 +113,8 @@ def pairs(found: list[Row]) -> list[tuple[Row, Row]]:
     """Return FlashMHF's and SwiGLU's best row of each size that has both with a common seed. After it come FlashMHF's
     rows of other depths in the same settings."""
     chosen = []
-    for size in size_order(found):
+    sizes = {row.configuration["size"]: (row.configuration["non_embedding"], row.per_parameter) for row in found}
+    for size in sorted(sizes, key=sizes.__getitem__):
         ours, theirs = best(found, "flashmhf", size), best(found, "swiglu", size)
         if not (ours and theirs and set(ours.losses) & set(theirs.losses)):
             continue
@@ -199,15 +200,8 @@ def network(row: Row) -> str:
     settings = row.configuration
     sizes = [f"d_h {settings['d_model'] // settings['heads']}"] if settings["heads"] else []
     sizes += [f"E {settings['subnets']}"] if settings["subnets"] else []
-    sizes += ["q_norm"] * settings["q_norm"]
-    return " ".join(
-        [NETWORKS[settings["ffn"]], ", ".join([*sizes, f"d_ff {settings['width']}", f"{settings['layers']} layers"])]
-    )
-
-
-def size_order(found: Iterable[Row]) -> list[str]:
-    sizes = {row.configuration["size"]: (row.configuration["non_embedding"], row.per_parameter) for row in found}
-    return sorted(sizes, key=sizes.__getitem__)
+    sizes += ["q_norm"] * settings["q_norm"] + [f"d_ff {settings['width']}", f"{settings['layers']} layers"]
+    return f"{NETWORKS[settings['ffn']]} {', '.join(sizes)}"
 
 
 def _difference(ours: Row, theirs: Row) -> str:

@@ -23,14 +23,12 @@ def sixteen_bits(records: Records) -> str:
                 lines.append([direction, f"{key[1]:,}", shape, *_figures(rows[direction]), *_figures(beside)])
     notes = (
         "Medians at sustained clocks, bf16. TFLOP/s count useful operations, 6 T H d_h E d_e forward and 16 backward. "
-        "÷ product: the rate over that of an 8192³ bf16 matrix product of the same run.\n\n"
+        "÷ product: the rate over that of an 8192³ bf16 matrix product of the same run."
     )
-    notes += "\n".join(
-        f"- {conditions(name.capitalize(), records[name])}" for name in ("forward", "backward", "triton")
-    )
+    made = "\n".join(f"- {conditions(name.capitalize(), records[name])}" for name in ("forward", "backward", "triton"))
     figures = ("TFLOP/s", "÷ product")
     header = ["operator", "T", "H, d_h, E, d_e", "Hopper ms", *figures, "Triton ms", *figures]
-    return f"{table(header, lines)}\n\n{notes}"
+    return f"{table(header, lines)}\n\n{notes}\n\n{made}"
 
 
 def deterministic(records: Records) -> str:

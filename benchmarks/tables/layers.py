@@ -28,9 +28,6 @@ class Layers:
     def sizes(self, group: str) -> list[int]:
         return sorted(self.rows[group, self.ours])
 
-    def subjects(self, group: str) -> list[str]:
-        return [subject for each, subject in self.rows if each == group]
-
     def ms(self, group: str, subject: str, size: int) -> float | None:
         """The median time of a layer times the model's number of layers."""
         row = self.rows.get((group, subject), {}).get(size)
@@ -51,11 +48,10 @@ def headline(records: Records) -> str:
     """Prefill of all layers beside compiled SwiGLU's, at every second length."""
     layers, lines = Layers(records), []
     for length in layers.sizes("latency")[::2]:
-        ms, mib = (
-            [value("latency", name, length) for name in (layers.ours, SWIGLU)] for value in (layers.ms, layers.beyond)
-        )
-        times = [*(fixed(each, 1) for each in ms), fixed(ratio(ms[1], ms[0]), 2)]
-        lines.append([f"{BATCH * length:,}", *times, *(fixed(each, 0) for each in mib)])
+        ours, theirs = (layers.ms("latency", name, length) for name in (layers.ours, SWIGLU))
+        mib = [layers.beyond("latency", name, length) for name in (layers.ours, SWIGLU)]
+        cells = [fixed(ours, 1), fixed(theirs, 1), fixed(ratio(theirs, ours), 2), *(fixed(each, 0) for each in mib)]
+        lines.append([f"{BATCH * length:,}", *cells])
     header = ["tokens", "FlashMHF, ms", "SwiGLU, ms", FASTER, "FlashMHF, MiB", "SwiGLU, MiB"]
     sizes = f"d_model {PAPER.d_model:,}, {PAPER.heads} heads, {PAPER.subnets} sub-networks of {PAPER.subnet_dim}"
     what = (
@@ -69,12 +65,11 @@ def implementations(records: Records) -> str:
     """Every implementation in the forward pass and in training, at the length of training."""
     layers, lines = Layers(records), []
     length = layers.sizes("training")[0]
-    for name in dict.fromkeys([*layers.subjects("latency"), *layers.subjects("training")]):
+    for name in dict.fromkeys(subject for group, subject in layers.rows if group in ("latency", "training")):
         cells = []
         for group in ("latency", "training"):
             ms, theirs = (layers.ms(group, each, length) for each in (name, SWIGLU))
-            mib = layers.beyond(group, name, length)
-            cells += [fixed(ms, 1), fixed(ratio(theirs, ms), 2), fixed(mib, 0)]
+            cells += [fixed(ms, 1), fixed(ratio(theirs, ms), 2), fixed(layers.beyond(group, name, length), 0)]
         lines.append([SUBJECTS[name].title, *cells])
     parts = (f"{part}{what}" for part in ("", "training ") for what in ("ms", "speed ÷ compiled SwiGLU's", "MiB"))
     what = f"Forward, then forward and backward of all layers, {BATCH * length:,} tokens; MiB of one layer"
