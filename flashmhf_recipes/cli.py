@@ -19,8 +19,7 @@ from .arguments import Parser, add_options, chosen_device, positive_integer
 from .errors import OptionError, TrainingError
 
 STARTED = time.monotonic()  # before torch is imported
-# seconds of the bare command, which ends within three minutes on any machine and names what it leaves out for it
-LIMIT = 165.0
+LIMIT = 165.0  # seconds of the bare command, which ends within three minutes and names what it leaves out for it
 
 DESCRIPTION = """\
 Without a command, flashmhf shows within three minutes what it does on this machine: it checks output and gradients

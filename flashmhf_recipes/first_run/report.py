@@ -39,11 +39,10 @@ Models this small, trained so shortly, do not tell which network learns better; 
 
 def headline(setting: Setting) -> str:
     """Return one line: version, machine, and the back end that runs there."""
-    case = {"device": setting.device, "dtype": setting.dtype}
-    case |= {"d_h": setting.d_model // setting.num_heads, "d_e": setting.subnet_dim}
-    usable = (name for name, backend in backends.BACKENDS.items() if not backend.why_not(**case))
-    gpu = setting.device.type == "cuda"
-    machine = torch.cuda.get_device_name(setting.device) if gpu else f"cpu, {torch.get_num_threads()} threads"
+    device, dtype = setting.device, setting.dtype
+    sizes = {"d_h": setting.d_model // setting.num_heads, "d_e": setting.subnet_dim}
+    usable = (name for name, backend in backends.BACKENDS.items() if not backend.why_not(device, dtype, **sizes))
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     return f"flashmhf {flashmhf.__version__} | {machine} | torch {torch.__version__} | back end {next(usable)}"
 
 

@@ -115,13 +115,14 @@ def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> list[f
 def _median_and_peak(run: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, float]:
     """Return the median ms of ``run`` after a first one, and the MiB that it allocates at its peak. On a CPU, those by
     which it raises the process's resident memory; nan without Linux's resettable high-water mark."""
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     run()
+    wait()
     before, times = _high_water(device, reset=True), []
     for _ in range(repeats):
         start = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait()
         times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times), (_high_water(device) - before) / 2**20
 
