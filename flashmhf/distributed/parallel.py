@@ -123,13 +123,14 @@ def wrap_forward(
 
     def after(_: nn.Module, args: tuple[Any, ...], out: DTensor) -> Tensor:
         plain_sum = type(out.placements[0]) is Partial and outputs.is_replicate()  # not the embedding's masked sum
-        if plain_sum and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        copied = torch.compiler.is_compiling() or torch.is_grad_enabled()
+        if plain_sum and not copied and not any(part._forward_hooks for part in module.children()):
             out = _reduce_in_place(out, mesh)
         out = out.redistribute(mesh, [outputs])
         return out.to_local() if use_local_output else out
 
     module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
+    module.register_forward_hook(after, prepend=True)  # other hooks see the result
 
 
 def _reduce_in_place(out: DTensor, mesh: DeviceMesh) -> DTensor:
