@@ -10,12 +10,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, is_autocast_enabled
-from torch._C import _len_torch_function_stack
+from torch import Tensor
+from torch._C import _len_torch_function_stack as function_modes
 from torch._library import simple_registry
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module
 from torch.utils._device import DeviceContext
@@ -78,24 +77,20 @@ def is_observed(device_type: str) -> bool:
     """Return whether something sees or changes single calls of a network's parts on this device type: autocast, global
     hooks, torch.func, forward mode, torch.jit.trace, a dispatch or function mode other than torch.compile's own.
     """
-    if is_dynamo_compiling():  # which asks for global hooks itself
-        return is_autocast_enabled(device_type) or (_len_torch_function_stack() > 0 and _has_function_mode())
     if autocasts(device_type) or module._global_forward_pre_hooks or module._global_forward_hooks:
         return True
-    return not is_compiling() and (
+    return not torch.compiler.is_compiling() and (
         torch._C._are_functorch_transforms_active()
         or torch.jit.is_tracing()
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
-        or (torch._C._len_torch_function_stack() > 0 and _has_function_mode())
+        or (function_modes() > 0 and has_function_mode())
     )
 
 
-def _has_function_mode() -> bool:
-    """Return whether a TorchFunctionMode is active that does more than place new tensors."""
-    return torch._C._len_torch_function_stack() > 0 and any(
-        type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack()
-    )
+def has_function_mode() -> bool:
+    """Return whether one of the active TorchFunctionModes does more than place new tensors."""
+    return any(type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack())
 
 
 def decomposes_for_inductor(tracer: Any) -> bool:

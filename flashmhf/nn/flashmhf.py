@@ -13,7 +13,7 @@ from ..backends.contract import LayerWeights
 from ..checks import epsilon, instance, positive
 from ..ops import layer
 from ..ops.mix import gated_flash_mhf
-from .multihead import GroupedHeads, check_input, has_plain_parts, layer_weights, remains
+from .multihead import GroupedHeads, check_input, has_plain_parts, layer_weights, stays_plain
 from .network import constant
 
 
@@ -96,15 +96,14 @@ class FlashMHF(GroupedHeads):
         # In training nothing more is asked, and a compiled graph has no guards on it.
         trains = is_grad_enabled() and k is not None and k.requires_grad
         weights = None if trains else self._plain_weights()
-        if weights is None or not layer.serves(x, weights):
-            return self.join_heads(self._mix(self.split_heads(x)))
-        return layer.run(x, weights, self.backend, self.activation)
+        y = None if weights is None else layer.run(x, weights, self.backend, self.activation)
+        return self.join_heads(self._mix(self.split_heads(x))) if y is None else y
 
     def _plain_weights(self) -> LayerWeights | None:
         """Return the weights if the module and its parts compute what their classes say, else None."""
         if self.backend == REFERENCE and is_compiling():
             return None  # compiled graphs and exported programs of the definition consist of PyTorch's own operations
-        if not self._is_plain() or (is_dynamo_compiling() and not remains(self, _PARTS)):
+        if not self._is_plain() or (is_dynamo_compiling() and not stays_plain(self, _PARTS)):
             return None
         parameters = self._parameters
         k, u, v, router = parameters["k"], parameters["u"], parameters["v"], parameters["router"]

@@ -93,7 +93,7 @@ def has_plain_parts(module: nn.Module) -> bool:
     return True
 
 
-def remains(module: nn.Module, methods: str) -> bool:
+def stays_plain(module: nn.Module, methods: str) -> bool:
     """Return True, traced after :func:`has_plain_parts`: the graph then asks in every call what PyTorch's own compiled
     modules ask, whether an instance got a method of its own or linear was patched. Hooks and classes they do not ask.
     """

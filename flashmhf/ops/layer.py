@@ -1,7 +1,7 @@
 """``torch.ops.flashmhf.layer`` and ``fp8_layer``: in_proj, the heads' networks and out_proj at inference in one.
 
 A compiled layer is one node, which picks its kernels by the number of tokens when it runs: the compiler adds no guard
-on that number, and CUDA graphs can capture it. Whether a module's call may run so :func:`serves` alone decides.
+on that number, and CUDA graphs can capture it. Whether a module's call may run so :func:`run` alone decides.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, is_grad_enabled
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch import Tensor, is_autocast_enabled, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import linear
 
 from .. import backends, checks, reference
 from ..backends.contract import LayerWeights, ProjectionWeights
-from ..torch_private import is_observed
+from ..torch_private import function_modes, has_function_mode, is_observed
 from .library import define, register_vmap
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
@@ -176,34 +176,34 @@ def call(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: st
     return _LAYER(*operands, backend=backend, activation=activation)
 
 
-def serves(x: Tensor, weights: LayerWeights) -> bool:
-    """Return whether only the values of a layer's call on x matter, so that it may run as one operation: no gradient is
-    wanted, nobody watches the calls of its parts, x is PyTorch's own tensor, and as the weights are.
+def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor | None:
+    """Return the layer's result in one operation, eagerly without the dispatcher, or None if more than its values
+    matter: a gradient is wanted, somebody watches the calls of its parts, or x is not PyTorch's own tensor or not as
+    the weights are.
     """
     in_proj, networks, router, _, out_proj, q_norm, _ = weights
-    if x.dtype != in_proj.w.dtype or x.device != in_proj.w.device or not all_ordinary((x,)):
-        return False
-    if is_observed(x.device.type):
-        return False
+    if x.dtype != in_proj.w.dtype or x.device != in_proj.w.device:
+        return None
     if is_grad_enabled():
         for tensor in (x, *in_proj, *networks, router, *out_proj, q_norm):
             if tensor is not None and tensor.requires_grad:
-                return False
-    return True
+                return None
+    if is_dynamo_compiling():  # whose graphs ask for all that is read here in every call, and for global hooks anyway
+        if not x.is_meta and is_autocast_enabled(x.device.type):
+            return None
+        watched = function_modes() > 0 and has_function_mode()
+        return None if watched or type(x) not in _ORDINARY else call(x, weights, backend, activation)
+    if not all_ordinary((x,)) or is_observed(x.device.type):
+        return None
+    if torch.compiler.is_compiling() or x.is_meta:
+        return call(x, weights, backend, activation)
+    return values(Call(x, weights, backend, activation))
 
 
 def all_ordinary(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether all are PyTorch's own tensors, or stand for such while a graph is traced."""
     for tensor in tensors:
         if type(tensor) not in _ORDINARY and tensor is not None:
-            # Dynamo shows a plain tensor as one, and that of torch 2.11 cannot ask a DTensor's class for an attribute.
-            if not is_compiling() or is_dynamo_compiling() or hasattr(type(tensor), "__tensor_flatten__"):
+            if not torch.compiler.is_compiling() or hasattr(type(tensor), "__tensor_flatten__"):
                 return False  # a DTensor and its kin can be flattened
     return True
-
-
-def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor:
-    """Return the layer's result for a call that :func:`serves` lets pass: eager mode skips the dispatcher."""
-    if is_compiling() or x.is_meta:
-        return call(x, weights, backend, activation)
-    return values(Call(x, weights, backend, activation))

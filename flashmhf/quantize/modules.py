@@ -13,7 +13,7 @@ from .. import checks, torch_private
 from ..backends import FP8_BACKENDS, check_name
 from ..backends.contract import LayerWeights
 from ..nn.flashmhf import FlashMHF
-from ..nn.multihead import check_input, has_plain_parts, layer_weights, remains
+from ..nn.multihead import check_input, has_plain_parts, layer_weights, stays_plain
 from ..nn.network import Contiguous, FixedDtypes, constant
 from ..nn.weights import check_held
 from ..ops import layer
@@ -85,13 +85,12 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
         """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
         check_input(x, self.d_model)
         weights = self._plain_weights()
-        if weights is None or not layer.serves(x, weights):
-            return self._forward_parts(x)  # the operator within refuses a q that requires a gradient
-        return layer.run(x, weights, self.backend)
+        y = None if weights is None else layer.run(x, weights, self.backend)
+        return self._forward_parts(x) if y is None else y  # whose operator refuses a q that requires a gradient
 
     def _plain_weights(self) -> LayerWeights | None:
         """Return the weights if the module is what its class says, else None."""
-        if not self._is_plain() or (is_dynamo_compiling() and not remains(self, _PARTS)):
+        if not self._is_plain() or (is_dynamo_compiling() and not stays_plain(self, _PARTS)):
             return None
         return layer_weights(self, self.packed.tensors, self.router)
 
