@@ -10,14 +10,12 @@ difference to the other network's row over the seeds that both have (equal batch
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import statistics
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
+from rows import Row, differences, differences_on_the_way, interval, most_seeds_then_lowest, pairs, rows
 from runs import finished_runs, write_lines
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -26,47 +24,6 @@ from benchmarks.write_readme import ROOT, renew
 RESULTS, PLOT = "experiments/results/runs.jsonl", "docs/assets/quality.svg"
 LONG_DECAY = 0.1  # the weight decay of a long run where nothing else is said
 NETWORKS = {"swiglu": "SwiGLU", "flashmhf": "FlashMHF", "mh_ffn": "MH-FFN", "pkv": "PKV", "dense_moe": "Dense-MoE"}
-# Settings that only some commits of compare.py had, with what the others did.
-EARLIER = json.loads((ROOT / "experiments/results/earlier_settings.json").read_text(encoding="utf-8"))
-# Student's t, 97.5 %, for 1, 2, ... degrees of freedom
-T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-
-
-@dataclass(frozen=True)
-class Row:
-    """Runs with equal settings: seed to validation loss."""
-
-    name: str
-    configuration: dict[str, object]
-    non_embedding: int
-    losses: dict[int, float]
-    records: list[dict]
-
-    @property
-    def mean(self) -> float:
-        return statistics.mean(self.losses.values())
-
-    @property
-    def tokens(self) -> int:
-        return math.prod(self.configuration[name] for name in ("steps", "batch", "context"))
-
-    @property
-    def per_parameter(self) -> float:
-        """The tokens of a run per parameter beside the embedding."""
-        return self.tokens / self.non_embedding
-
-    @property
-    def title(self) -> str:
-        """The size and the tokens of the training, such as "26M, 59M tokens"."""
-        return f"{self.configuration['size'].partition(',')[0]}, {self.tokens / 1e6:.0f}M tokens"
-
-
-def interval(values: Iterable[float]) -> float | None:
-    """Half the 95 % interval of the mean; None for fewer than two values."""
-    values = list(values)
-    if len(values) < 2:
-        return None
-    return T975[min(len(values) - 1, len(T975)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def collect(files: Iterable[Path], results: Path) -> list[str]:
@@ -80,84 +37,6 @@ def collect(files: Iterable[Path], results: Path) -> list[str]:
     return list(found)
 
 
-def settings(line: dict) -> dict[str, object]:
-    """A run's configuration without name and seed, in one form for all commits of compare.py."""
-    found = EARLIER | {key: value for key, value in line["configuration"].items() if key not in ("name", "seed")}
-    rates = found["rates"] | {"projection": found.pop("projection_rate", found["rates"].get("projection", 1.0))}
-    return found | {"rates": {role: rate for role, rate in rates.items() if rate != 1.0}}
-
-
-def rows(files: Iterable[Path]) -> list[Row]:
-    """Rows by mean loss, sizes apart; a row has the name of its first run."""
-    found: dict[str, Row] = {}
-    for name, line in sorted(finished_runs(files).items()):
-        configuration = settings(line)
-        row = Row(name, configuration, line["non_embedding"], {}, [])
-        row = found.setdefault(json.dumps(configuration, sort_keys=True), row)
-        row.losses[line["configuration"]["seed"]] = line["validation_loss"]
-        row.records.append(line)
-    return sorted(found.values(), key=lambda row: (row.non_embedding // 2_000_000, row.mean))
-
-
-def _most_seeds_then_lowest(row: Row) -> tuple[int, float]:
-    return -len(row.losses), row.mean
-
-
-def best(found: Iterable[Row], ffn: str, size: str) -> Row | None:
-    """Return the row of a network and size to compare with: most seeds, then the lowest mean loss."""
-    candidates = [row for row in found if row.configuration["ffn"] == ffn and row.configuration["size"] == size]
-    return min(candidates, key=_most_seeds_then_lowest, default=None)
-
-
-def pairs(found: list[Row]) -> list[tuple[Row, Row]]:
-    """Return FlashMHF's and SwiGLU's best row of each size that has both with a common seed. After it come FlashMHF's
-    rows of other depths in the same settings."""
-    chosen = []
-    sizes = {row.configuration["size"]: (row.configuration["non_embedding"], row.per_parameter) for row in found}
-    for size in sorted(sizes, key=sizes.__getitem__):
-        ours, theirs = best(found, "flashmhf", size), best(found, "swiglu", size)
-        if not (ours and theirs and set(ours.losses) & set(theirs.losses)):
-            continue
-        shape = {"layers": None, "width": None, "subnets": None}
-        rest = [row for row in found if row.configuration | shape == ours.configuration | shape]
-        depths = {row.configuration["layers"]: row for row in rest if row.configuration["layers"] != _layers(ours)}
-        chosen += [(row, theirs) for row in (ours, *depths.values())]
-    return chosen
-
-
-def _layers(row: Row) -> int:
-    return row.configuration["layers"]
-
-
-def is_long(row: Row) -> bool:
-    """Return whether the run is of the long trainings, which are evaluated on the way."""
-    return "evaluations" in row.records[0]
-
-
-def differences(ours: Row, theirs: Row) -> list[float]:
-    """Return FlashMHF's loss minus SwiGLU's for each seed that both have."""
-    return [ours.losses[seed] - theirs.losses[seed] for seed in sorted(set(ours.losses) & set(theirs.losses))]
-
-
-def on_the_way(record: dict) -> dict[int, float]:
-    """Tokens seen -> loss, whose kinds of text count as they do in the final loss; the samples have as much of each."""
-    if not record.get("evaluations"):
-        return {}
-    kinds = record["validation"]
-    share = (record["validation_loss"] - kinds["prose"]) / (kinds["code"] - kinds["prose"])
-    return {each["tokens"]: share * each["code"] + (1 - share) * each["prose"] for each in record["evaluations"]}
-
-
-def differences_on_the_way(ours: Row, theirs: Row) -> dict[int, float]:
-    """Tokens seen -> FlashMHF's loss minus SwiGLU's on the way, the mean over the seeds that both rows have."""
-    ways = [{record["configuration"]["seed"]: on_the_way(record) for record in row.records} for row in (ours, theirs)]
-    found: dict[int, list[float]] = {}
-    for mine, other in ((ways[0][seed], ways[1][seed]) for seed in ways[0].keys() & ways[1].keys()):
-        for tokens in mine.keys() & other.keys():
-            found.setdefault(tokens, []).append(mine[tokens] - other[tokens])
-    return {tokens: statistics.mean(values) for tokens, values in sorted(found.items())}
-
-
 def plot(found: list[Row], path: Path) -> None:
     """Draw FlashMHF's loss minus SwiGLU's: a line with point and interval per pair of finished models, long runs above,
     and the long runs' ways there inset."""
@@ -166,7 +45,7 @@ def plot(found: list[Row], path: Path) -> None:
 
     from benchmarks.charts import OTHERS, OURS, STYLE, save
 
-    chosen = sorted(pairs(found), key=lambda pair: (is_long(pair[0]), pair[0].per_parameter, _layers(pair[0])))
+    chosen = sorted(pairs(found), key=lambda pair: (pair[0].is_long, pair[0].per_parameter, pair[0].layers))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 4), layout="constrained")
         axes = figure.subplots()
@@ -175,10 +54,10 @@ def plot(found: list[Row], path: Path) -> None:
         inset.axhline(0, color=OTHERS, linewidth=1)
         names, lines = [], iter(("-.", "-", "--", ":", (0, (5, 1))))
         for place, (ours, theirs) in enumerate(chosen):
-            each, color = differences(ours, theirs), OURS if is_long(ours) else OTHERS
+            each, color = differences(ours, theirs), OURS if ours.is_long else OTHERS
             middle = statistics.mean(each)
             axes.errorbar(middle, place, xerr=interval(each), fmt="o", capsize=3, color=color, markersize=5)
-            depths = f"{ours.title.partition(',')[0]}, {_layers(ours)} for {_layers(theirs)}"
+            depths = f"{ours.title.partition(',')[0]}, {ours.layers} for {theirs.layers}"
             names.append(f"{depths} layers, {ours.per_parameter:.2g} tokens")
             if way := differences_on_the_way(ours, theirs):
                 share = [tokens / ours.tokens for tokens in way]
@@ -227,11 +106,11 @@ def _speed_on_an_h100(row: Row, found: list[Row]) -> float:
 def pairs_block(found: list[Row]) -> str:
     """A line per pair of the long trainings: loss, speed on an H100, memory."""
     lines = []
-    for ours, theirs in (pair for pair in pairs(found) if is_long(pair[0])):
+    for ours, theirs in (pair for pair in pairs(found) if pair[0].is_long):
         losses = [f"{row.mean:.3f}" for row in (ours, theirs)]
         speed, other = (_speed_on_an_h100(row, found) for row in (ours, theirs))
         memory = [f"{row.records[0]['peak_memory'] / 2**30:.1f}" for row in (ours, theirs)]
-        cells = [ours.title, f"{_layers(ours)} for {_layers(theirs)}", *losses, _difference(ours, theirs)]
+        cells = [ours.title, f"{ours.layers} for {theirs.layers}", *losses, _difference(ours, theirs)]
         lines.append([*cells, f"{speed / other:.2f}", *memory, str(len(differences(ours, theirs)))])
     header = ["size, tokens", "layers", "loss", "SwiGLU's", "difference, nats", "speed ÷ SwiGLU's", "GiB", "SwiGLU's"]
     return _table([*header, "seeds"], lines)
@@ -240,8 +119,8 @@ def pairs_block(found: list[Row]) -> str:
 def short_block(found: list[Row]) -> str:
     """A line per size of the short trainings: both networks' best rows, and what lies between them."""
     lines = []
-    for ours, theirs in (pair for pair in pairs(found) if not is_long(pair[0])):
-        sizes = [ours.title, f"{ours.per_parameter:.1f}", f"{_layers(ours)} for {_layers(theirs)}"]
+    for ours, theirs in (pair for pair in pairs(found) if not pair[0].is_long):
+        sizes = [ours.title, f"{ours.per_parameter:.1f}", f"{ours.layers} for {theirs.layers}"]
         losses = [f"{row.mean:.3f}" for row in (ours, theirs)]
         lines.append([*sizes, *losses, _difference(ours, theirs), str(len(differences(ours, theirs)))])
     header = ["size, tokens", "tokens per parameter", "layers", "loss", "SwiGLU's", "difference, nats", "seeds"]
@@ -271,12 +150,12 @@ def _speeds(records: Iterable[dict]) -> str:
 def long_block(found: list[Row]) -> str:
     """A line per network of the runs evaluated on the way: its best rate, loss, speed and memory of training."""
     networks: dict[tuple[str, str], list[Row]] = {}
-    for row in (row for row in found if is_long(row)):
+    for row in (row for row in found if row.is_long):
         name = network(row) + ", AdamW" * (row.configuration["optimizer"] == "adamw")
         networks.setdefault((row.configuration["size"].partition(",")[0], name), []).append(row)
     lines = []
     for (size, name), of_network in networks.items():
-        best_row, *others = sorted(of_network, key=_most_seeds_then_lowest)
+        best_row, *others = sorted(of_network, key=most_seeds_then_lowest)
         tried = "; ".join(f"{_rate(row)}: {row.mean:.3f}" for row in others) or "–"
         cells = [size, name, _rate(best_row), f"{best_row.mean:.3f}", tried, str(len(best_row.losses))]
         speeds = _speeds(record for row in of_network for record in row.records)
@@ -285,10 +164,7 @@ def long_block(found: list[Row]) -> str:
     return _table([*header, "million tokens/s", "memory, GiB"], lines)
 
 
-BLOCKS = {
-    "docs/quality.md": {"pairs": pairs_block, "short": short_block},
-    "docs/experiments.md": {"long": long_block},
-}
+BLOCKS = {"docs/quality.md": {"pairs": pairs_block, "short": short_block}, "docs/experiments.md": {"long": long_block}}
 
 
 def document(root: Path, check: bool) -> int:
