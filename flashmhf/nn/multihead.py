@@ -75,7 +75,7 @@ _KINDS = {"in_proj": nn.Linear, "out_proj": nn.Linear, "q_norm": HeadRMSNorm}
 def has_plain_parts(module: nn.Module) -> bool:
     """Return whether no part of a whole layer is hooked, replaced, patched or computed."""
     modules = module._modules  # not attributes, each of which takes the host a microsecond
-    if (nn.Linear.forward, functional.linear) != (_FORWARD, _LINEAR):
+    if (nn.Linear.forward, functional.linear) != (_FORWARD, _LINEAR) or torch_private.has_global_hooks():
         return False
     for name, kind in _KINDS.items():
         part = modules.get(name)

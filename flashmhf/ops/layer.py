@@ -188,7 +188,7 @@ def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str
         for tensor in (x, *in_proj, *networks, router, *out_proj, q_norm):
             if tensor is not None and tensor.requires_grad:
                 return None
-    if is_dynamo_compiling():  # whose graphs ask for all that is read here in every call, and for global hooks anyway
+    if is_dynamo_compiling():  # whose graphs ask again, in every call, for all that is read here
         if not x.is_meta and is_autocast_enabled(x.device.type):
             return None
         watched = function_modes() > 0 and has_function_mode()

@@ -179,9 +179,7 @@ def test_what_watches_calls_sees_the_parts(calls, around, make):
     assert calls == []
 
 
-@pytest.mark.parametrize(
-    "change", ["forward hook", "replaced projection", "subclassed projection", "function mode", "patched linear"]
-)
+@pytest.mark.parametrize("change", ["forward hook", "replaced projection", "subclassed projection", *AROUND])
 def test_a_compiled_changed_module_runs_its_parts(change, fresh_dynamo):
     module = make(q_norm=True)
     CHANGED.get(change, lambda module: None)(module)
