@@ -91,9 +91,9 @@ def replace_ffn(
         num_layers: of the whole model; None for what a configuration within ``model`` says, or the number of networks.
         kwargs: further arguments of :class:`flashmhf.FlashMHF`.
 
-    Weights are drawn by ``reset_parameters("balanced")``. ``save_pretrained`` records the networks, and
-    ``from_pretrained`` builds them once ``flashmhf.models`` is imported. ``name_or_path`` becomes "": whoever loads the
-    model once more by that name (TRL's reference model) is refused; save and load it to name it.
+    Weights are drawn by ``reset_parameters("balanced")``. The configuration records the networks: other models made of
+    the same object have them, too, and ``from_pretrained`` builds them once ``flashmhf.models`` is imported. Its
+    ``name_or_path`` becomes "": whoever loads the model once more by that name is refused; save and load it to name it.
 
     Raises TypeError if ``model`` is not a module; ValueError if there is nothing to replace, if it is the network
     itself, for sharded, offloaded or parametrised networks, for adapters, and if sizes do not fit. The model is then as
