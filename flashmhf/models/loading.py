@@ -18,12 +18,6 @@ from . import conversion
 from .modeling import check_complete
 
 
-def is_official(directory: str | Path) -> bool:
-    """Return whether ``directory`` holds an official checkpoint, by the ``model_type`` of its config.json."""
-    config = Path(directory) / "config.json"
-    return config.exists() and json.loads(config.read_text("utf-8")).get("model_type") in PREFIXES
-
-
 def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Load a causal language model with all of its weights, on the CPU and in eval mode.
 
@@ -34,7 +28,8 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
     """
     weight_dtype(dtype)
     try:
-        if is_official(directory):
+        file = Path(directory) / "config.json"
+        if file.exists() and json.loads(file.read_text("utf-8")).get("model_type") in PREFIXES:
             return conversion.load_official(directory, dtype)
         config = AutoConfig.from_pretrained(directory)
         if networks := config.__dict__.pop("flashmhf_networks", None):  # the record of 0.1
