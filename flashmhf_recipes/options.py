@@ -42,7 +42,7 @@ _BY = {
     "data and seed": "data_seed train_sampling_strategy length_column_name ignore_data_skip label_names",
     "eval_fraction": "eval_strategy do_eval prediction_loss_only batch_eval_metrics",
     "init_from with the checkpoint that is best": "load_best_model_at_end metric_for_best_model greater_is_better",
-    "keep, of checkpoints that a run resumes": "save_total_limit save_only_model resume_from_checkpoint",
+    "keep: a run resumes from its own whole checkpoints": "save_total_limit save_only_model resume_from_checkpoint",
     "precision": "bf16 fp16 bf16_full_eval fp16_full_eval",
     "tp and dp_shard": "fsdp fsdp_config deepspeed parallelism_config",
     **{"steps": "num_train_epochs", "warmup": "warmup_steps warmup_ratio", "device": "use_cpu"},

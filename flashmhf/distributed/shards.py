@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .. import checks
 from ..nn import MHFFN, FlashMHF, ParametricKV
 from ..nn.weights import check_held, check_whole
 from ..quantize import Fp8FlashMHF
@@ -16,8 +17,8 @@ from ..quantize.packing import E4M3, check_layout
 
 @dataclass(frozen=True)
 class Rank:
-    """The place of a process among ``size``; ``all_reduce`` returns the sum of a tensor over them. Raises ValueError
-    for an index outside of 0 to size - 1, and for a size above 1 without ``all_reduce``.
+    """The place of a process among ``size``; ``all_reduce`` returns the sum of a tensor over them. Raises TypeError
+    for other types, ValueError for an index outside of 0 to size - 1, and a size above 1 without ``all_reduce``.
     """
 
     index: int = 0
@@ -25,7 +26,7 @@ class Rank:
     all_reduce: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.index < self.size:
+        if not 0 <= checks.instance("index", self.index, int, "an int") < checks.positive("size", self.size):
             raise ValueError(f"index is {self.index}; supported: 0 to size - 1 = {self.size - 1}")
         if self.size > 1 and self.all_reduce is None:
             raise ValueError(f"all_reduce is None; size {self.size} needs a function that sums a tensor over the ranks")
@@ -63,7 +64,6 @@ def _loadable(parameter: nn.Parameter, name: str, part: Callable[[Tensor], Tenso
         with torch.no_grad():
             target.copy_(part(whole))
 
-    parameter.requires_grad_(False)
     parameter.weight_loader = load
     return parameter
 
@@ -78,6 +78,7 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
     Raises ValueError if the ranks do not divide the heads and for weights that are sharded already, offloaded,
     parametrised or held by an adapter, TypeError for another network, NotImplementedError for skip_linear=True.
     """
+    checks.instance("rank", rank, Rank)
     if not isinstance(network, _NETWORKS):
         supported = ", ".join(kind.__name__ for kind in _NETWORKS)
         raise TypeError(f"network is a {type(network).__name__}; supported: {supported}")

@@ -76,6 +76,9 @@ def test_constructors_refuse(makers, arguments, exception, message):
     (lambda: OfficialInit(identity=1), TypeError, "identity must be a bool, got int"),
     (lambda: flashmhf.distributed.parallelize(nn.Linear(2, 2), "tp"), TypeError,
      "mesh must be a .*DeviceMesh, got str"),
+    (lambda: flashmhf.distributed.Rank("0", 2), TypeError, "index must be an int, got str"),
+    (lambda: flashmhf.distributed.Rank(0, 2.0), TypeError, "size must be an int, got float"),
+    (lambda: flashmhf.distributed.shard(flashmhf.FlashMHF(**FLASH), 1), TypeError, "rank must be a Rank, got int"),
     *((partial(call, size), error, name)
       for call, name in ((flashmhf.nn.default_subnet_dim, "head_dim"), (flashmhf.distributed.shard_placement, "size"))
       for size, error in ((0, ValueError), (-5, ValueError), (1.5, TypeError), ("64", TypeError))),
