@@ -94,6 +94,12 @@ class FlashMHFConfig(LlamaConfig):
         super().save_pretrained(save_directory, **kwargs)
 
     @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """Take every ffn_ setting: transformers passes over those it does not know, which the constructor refuses."""
+        given = {name: kwargs.pop(name) for name in [*kwargs] if name.startswith("ffn_")}
+        return super().from_dict(config_dict | given, **kwargs)
+
+    @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
         """Do nothing: transformers would copy this package's sources into every saved model, where they cannot run."""
 

@@ -245,10 +245,13 @@ def test_parallel_plans_name_existing_modules(ffn):
     ({"num_attention_heads": 4, "num_key_value_heads": 3},
      "num_key_value_heads is 3; it must divide num_attention_heads = 4"),
 ])  # fmt: skip
-def test_configuration_refusals(settings, message):
+def test_configuration_refusals(settings, message, tmp_path):
     with pytest.raises(StrictDataclassError, match=message):
         preset("flashmhf-tiny").config(**settings)
     config = preset("flashmhf-tiny").config()
+    config.save_pretrained(tmp_path)
+    with pytest.raises(StrictDataclassError, match=message):
+        FlashMHFForCausalLM(FlashMHFConfig.from_pretrained(tmp_path, **settings))
     with pytest.raises(StrictDataclassError, match=message):  # of settings that are changed later, too
         for name, value in settings.items():
             setattr(config, name, value)
