@@ -156,13 +156,6 @@ class Muon(torch.optim.Optimizer):
                     raise ValueError(f"state_dict lacks {', '.join(lacking)} of parameter {index}: another optimizer's")
         super().load_state_dict(state_dict)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a copy's, a pickle's or a state dict's groups; those of earlier versions lack some settings."""
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Update every parameter that has a gradient, once."""
