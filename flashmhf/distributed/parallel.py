@@ -125,19 +125,15 @@ def wrap_forward(
         plain_sum = type(out.placements[0]) is Partial and outputs.is_replicate()  # not the embedding's masked sum
         copied = torch.compiler.is_compiling() or torch.is_grad_enabled()
         if plain_sum and not copied and not any(part._forward_hooks for part in module.children()):
-            out = _reduce_in_place(out, mesh)
+            # nothing else holds it; DTensor's own all-reduce would copy it first
+            local = out.to_local().contiguous()
+            dist.all_reduce(local, group=mesh.get_group())
+            out = DTensor.from_local(local, mesh, [Replicate()], run_check=False, shape=out.shape, stride=out.stride())
         out = out.redistribute(mesh, [outputs])
         return out.to_local() if use_local_output else out
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, prepend=True)  # other hooks see the result
-
-
-def _reduce_in_place(out: DTensor, mesh: DeviceMesh) -> DTensor:
-    """Sum a result that nothing else holds over the ranks. DTensor's own all-reduce would copy it first."""
-    local = out.to_local().contiguous()
-    dist.all_reduce(local, group=mesh.get_group())
-    return DTensor.from_local(local, mesh, [Replicate()], run_check=False, shape=out.shape, stride=out.stride())
 
 
 def _path(prefix: str, name: str) -> str:
@@ -234,19 +230,15 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         names.setdefault(id(parameter), []).append(name)
     parallelize_module(module, mesh, plan(module, mesh.size()))
     for first, *others in names.values():
-        for name in others:
-            _tie(module, first, name)
+        parameter = module.get_parameter(first)
+        for name in others:  # distributed each by itself, such as embedding and head: one parameter again
+            other = module.get_parameter(name)
+            if parameter.placements != other.placements:
+                found = f"{parameter.placements} and {other.placements}"
+                raise ValueError(f"{first} and {name} are one parameter, placed as {found}; untie them")
+            owner, _, attribute = name.rpartition(".")
+            module.get_submodule(owner).register_parameter(attribute, parameter)
     return module
-
-
-def _tie(module: nn.Module, first: str, second: str) -> None:
-    """Make one parameter of two again, which the styles have distributed each by itself, such as embedding and head."""
-    parameter, other = module.get_parameter(first), module.get_parameter(second)
-    if parameter.placements != other.placements:
-        found = f"{parameter.placements} and {other.placements}"
-        raise ValueError(f"{first} and {second} are one parameter, placed as {found}; untie them")
-    owner, _, attribute = second.rpartition(".")
-    module.get_submodule(owner).register_parameter(attribute, parameter)
 
 
 def shard_placement(size: int) -> Callable[[nn.Parameter], Shard | None]:

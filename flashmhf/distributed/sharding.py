@@ -54,15 +54,9 @@ def _check_even(name: str, shape: Sequence[int], mesh: DeviceMesh, placements: S
             raise NotImplementedError(f"{found}; supported: sizes that divide {shape[dim]}")
 
 
-def _named_operands(schema: OpSchema) -> dict[str, OpStrategy]:
-    """Return the tensor operands by the names that the operator's schema gives them, in order."""
-    names = [argument.name for argument in schema.op._schema.arguments]
-    operands = zip(names, schema.args_schema, strict=False)
-    return {name: operand for name, operand in operands if isinstance(operand, OpStrategy)}
-
-
 def _strategy(schema: OpSchema) -> OpStrategy:
-    operands = _named_operands(schema)
+    given = zip(schema.op._schema.arguments, schema.args_schema, strict=False)
+    operands = {argument.name: operand for argument, operand in given if isinstance(operand, OpStrategy)}
     for name, operand in operands.items():
         _check_even(name, operand.shape, operand.mesh, operand.strategies[0].output_spec.placements)
     token_ndim = operands["q"].ndim
@@ -74,14 +68,11 @@ def _strategy(schema: OpSchema) -> OpStrategy:
     columns = [_placements(schema, operands, *way) for way in ways]
     outputs = len(columns[0]) - len(operands)
     strategy = expand_to_full_mesh_op_strategy(operands["q"].mesh, schema, columns, input_index=outputs)
-    k = list(operands).index("k")
-    strategy.strategies = [way for way in strategy.strategies if _divides(way.input_specs[k], operands["k"].shape[0])]
+    k, kv_heads = list(operands).index("k"), operands["k"].shape[0]
+    # a rank has whole groups: the ranks that shard k's first dimension divide its heads
+    specs = ((way, way.input_specs[k]) for way in strategy.strategies)
+    strategy.strategies = [way for way, spec in specs if kv_heads % _ranks(spec.mesh, spec.placements, 0) == 0]
     return strategy
-
-
-def _divides(spec: DTensorSpec, heads: int) -> bool:
-    """Return whether a rank has whole groups: the ranks that shard k's first dimension divide its ``heads``."""
-    return heads % _ranks(spec.mesh, spec.placements, 0) == 0
 
 
 def _placements(

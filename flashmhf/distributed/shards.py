@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -41,31 +42,24 @@ class Rank:
 _NETWORKS = (FlashMHF, MHFFN, ParametricKV, Fp8FlashMHF)
 
 
-def _part(name: str, whole: Tensor, rank: Rank, sharded: dict[str, int]) -> Tensor:
+def _part(name: str, rank: Rank, sharded: dict[str, int], whole: Tensor) -> Tensor:
     if name == "out_proj.bias" and rank.index:
         return torch.zeros_like(whole)  # it enters the sum over the ranks once
     return whole.tensor_split(rank.size, sharded[name])[rank.index] if name in sharded else whole
 
 
-def _loadable(parameter: nn.Parameter, name: str, part: Callable[[Tensor], Tensor], shape: torch.Size) -> nn.Parameter:
-    """Give ``parameter`` the attribute by which engines load it, ``weight_loader(parameter, whole)``, and return it.
-
-    ``part`` takes this rank's part of a tensor of ``shape``. The loader raises, by ``name``, ValueError for another
+def _load(name: str, part: Callable[[Tensor], Tensor], shape: torch.Size, target: nn.Parameter, whole: Tensor) -> None:
+    """Load this rank's ``part`` of a tensor of ``shape`` into ``target``. Raises, by ``name``, ValueError for another
     shape, TypeError for e4m3 or integers in place of other weights or the reverse: their scales are elsewhere.
     """
-
-    def load(target: nn.Parameter, whole: Tensor) -> None:
-        if whole.shape != shape:
-            raise ValueError(f"{name} has shape {list(whole.shape)} in the checkpoint; expected {list(shape)}")
-        if whole.dtype != target.dtype and (E4M3 in (whole.dtype, target.dtype) or not whole.is_floating_point()):
-            raise TypeError(f"{name} has dtype {whole.dtype} in the checkpoint; expected {target.dtype}")
-        if name.rpartition(".")[2] == "layout":
-            check_layout(whole)
-        with torch.no_grad():
-            target.copy_(part(whole))
-
-    parameter.weight_loader = load
-    return parameter
+    if whole.shape != shape:
+        raise ValueError(f"{name} has shape {list(whole.shape)} in the checkpoint; expected {list(shape)}")
+    if whole.dtype != target.dtype and (E4M3 in (whole.dtype, target.dtype) or not whole.is_floating_point()):
+        raise TypeError(f"{name} has dtype {whole.dtype} in the checkpoint; expected {target.dtype}")
+    if name.rpartition(".")[2] == "layout":
+        check_layout(whole)
+    with torch.no_grad():
+        target.copy_(part(whole))
 
 
 def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
@@ -92,14 +86,15 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
     counts = {"num_heads": network.num_heads, "num_kv_heads": len(keys)}
     vars(network).update({name: rank.of(name, count) for name, count in counts.items()})
     for name, whole in [*network.named_parameters(), *network.named_buffers()]:
-        part = _part(name, whole.detach(), rank, network.SHARDED)
-        local = torch.empty(part.shape, dtype=part.dtype) if whole.is_meta else part.clone()
+        part = partial(_part, name, rank, network.SHARDED)
+        own = part(whole.detach())
+        local = torch.empty(own.shape, dtype=own.dtype) if whole.is_meta else own.clone()
         parent, _, attribute = name.rpartition(".")
         owner = network.get_submodule(parent)
         delattr(owner, attribute)
-        take = lambda tensor, name=name: _part(name, tensor, rank, network.SHARDED)  # noqa: E731
         parameter = nn.Parameter(local, requires_grad=False)
-        owner.register_parameter(attribute, _loadable(parameter, prefix + name, take, whole.shape))
+        parameter.weight_loader = partial(_load, prefix + name, part, whole.shape)  # by which engines load it
+        owner.register_parameter(attribute, parameter)
     if rank.size > 1:
         network.register_forward_hook(lambda module, args, y: rank.all_reduce(y), prepend=True)  # others see the sum
     return network
