@@ -22,8 +22,6 @@ def served_feed_forward(config, rank: Rank = Rank(), prefix: str = "") -> nn.Mod
     if config.ffn_type not in ("flashmhf", "mh_ffn", "pkv"):
         supported = "flashmhf, mh_ffn, pkv; swiglu as the engine's own network"
         raise NotImplementedError(f"ffn_type is {config.ffn_type!r}; supported: {supported}")
-    for name in ("ffn_num_heads", "ffn_num_kv_heads"):
-        rank.of(name, getattr(config, name) or rank.size)
     with torch.device("meta"):
         network = feed_forward(config)
     stored = dict(getattr(config, "quantization_config", None) or {})

@@ -41,11 +41,9 @@ def test_the_network_of_a_configuration():
             assert torch.equal(served(x), whole(x)), ffn
     tiny, partly = preset("flashmhf-tiny").config, FlashMHFFp8Config().to_dict() | {"fp8": ["model.layers.0.mlp"]}
     for config, error, message in (
-        (tiny(ffn_skip_linear=True), NotImplementedError, "skip_linear is True; supported: False"),
         (preset("swiglu-tiny").config(), NotImplementedError, "ffn_type is 'swiglu'; supported: flashmhf, mh_ffn, pkv"),
         (preset("dense_moe-tiny").config(), NotImplementedError, "'dense_moe'; supported: .*; swiglu as the engine"),
-        (tiny(ffn_num_heads=1), ValueError, "ffn_num_heads is 1; supported: multiples of the tensor-parallel size 2"),
-        (tiny(ffn_num_kv_heads=1), ValueError, "ffn_num_kv_heads is 1; supported: multiples"),
+        (tiny(ffn_num_kv_heads=1), ValueError, "num_kv_heads is 1; supported: multiples of the tensor-parallel size 2"),
         (tiny(quantization_config=partly), NotImplementedError, "networks of other sizes or partly in FP8"),
     ):
         with pytest.raises(error, match=message):
