@@ -152,18 +152,12 @@ def weight_shape(k: Tensor, name: str = "k") -> None:
             raise ValueError(f"{name} has shape {list(k.shape)}; {dimension} must be at least 1")
 
 
-def _networks(k: Tensor, u: Tensor, v: Tensor, like: Tensor, of: str, contiguous: bool = True) -> None:
+def networks(k: Tensor, u: Tensor, v: Tensor, like: Tensor, of: str, contiguous: bool = True) -> None:
+    """Refuse k, u, v of another dtype or device than ``like``, called ``of``, and u and v of another shape than k."""
     for name, tensor in (("k", k), ("u", u), ("v", v)):
         expect_like(name, tensor, like, k.shape, "k's shape [H_kv, E, d_e, d_h]", of=of)
         if contiguous:
             expect_contiguous(name, tensor)
-
-
-def weight_operands(k: Tensor, u: Tensor, v: Tensor) -> None:
-    """Refuse all but k, u, v [H_kv, E, d_e, d_h], contiguous, of one floating dtype on one device."""
-    floating("k", k)
-    weight_shape(k)
-    _networks(k, u, v, k, "k")
 
 
 def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = True) -> None:
@@ -178,7 +172,7 @@ def operands(q: Tensor, k: Tensor, u: Tensor, v: Tensor, *, contiguous: bool = T
     if q.shape[-2] < 1 or q.shape[-2] % k.shape[0] or k.shape[3] != q.shape[-1]:
         expected = f"an H_kv that divides H = {q.shape[-2]} and d_h = {q.shape[-1]} from q {list(q.shape)}"
         raise ValueError(f"k has shape {list(k.shape)}; expected [H_kv, E, d_e, d_h] with {expected}")
-    _networks(k, u, v, q, "q", contiguous)
+    networks(k, u, v, q, "q", contiguous)
 
 
 def router(q: Tensor, w: Tensor, eps: float, k: Tensor | None = None, *, contiguous: bool = True) -> None:
@@ -218,8 +212,3 @@ def head_norm(q_norm: Tensor | None, x: Tensor, heads: int, head_dim: int) -> No
     floating("q_norm", q_norm)
     expect_device("q_norm", q_norm, x, of="x")
     expect_shape("q_norm", q_norm, (heads, head_dim), "[H, d_h]")
-
-
-def upstream_gradient(grad_out: Tensor, q: Tensor) -> None:
-    """Refuse a grad_out of another shape, dtype or device than q; any strides will do."""
-    expect_like("grad_out", grad_out, q, q.shape, "q's shape")

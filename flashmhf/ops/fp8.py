@@ -66,10 +66,9 @@ def values(call: Call) -> Tensor:
 def _in_graph(call: Call) -> Tensor | None:
     q, packed, r, backend = call
     k8, u8, v8, _ = packed
-    gate = r if isinstance(r, Tensor) else None
     if not backends.chooses_hopper(backend, q.device, q.dtype, k8.shape[3], k8.shape[2]):
         return None
-    return hopper_fp8.forward(q, *packed, r) if backends.hopper.reads(q, gate, k8=k8, u8=u8, v8=v8) else None
+    return hopper_fp8.forward(q, *packed, r) if backends.hopper.reads(q, r, k8=k8, u8=u8, v8=v8) else None
 
 
 _OPERANDS = "Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales"

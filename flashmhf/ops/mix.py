@@ -6,7 +6,7 @@ the current stream, without synchronising and without copying q; fakes, autograd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,22 +39,16 @@ _ALL = (True, True)  # every gradient is needed
 # The operators' arguments
 
 
-def _resolve(deterministic: bool | None) -> bool:
-    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-
-
 def _forward(
-    q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None = None, *, deterministic: bool | None = None,
+    q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate = None, *, deterministic: bool | None = None,
     backend: str = "auto", activation: str = "silu",
 ) -> Call:  # fmt: skip
-    return Call(q, k, u, v, r, backend, Settings(_resolve(deterministic), _ALL, activation))
+    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    return Call(q, k, u, v, r, backend, Settings(deterministic, _ALL, activation))
 
 
-def _gated_forward(
-    q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, *, deterministic: bool | None = None,
-    backend: str = "auto", activation: str = "silu",
-) -> Call:  # fmt: skip
-    return Call(q, k, u, v, Router(w, eps), backend, Settings(_resolve(deterministic), _ALL, activation))
+def _gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, **how: Any) -> Call:
+    return _forward(q, k, u, v, Router(w, eps), **how)
 
 
 def _backward(
@@ -67,10 +61,9 @@ def _backward(
 
 
 def _gated_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, deterministic: bool = False, *,
-    backend: str = "auto", needs: Sequence[bool] = (True, True), activation: str = "silu",
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, deterministic: bool = False,
+    **how: Any,
 ) -> Call:  # fmt: skip
-    how = {"backend": backend, "needs": needs, "activation": activation}
     return _backward(grad_out, q, k, u, v, Router(w, eps), deterministic, **how)
 
 
@@ -84,8 +77,8 @@ def check(call: Call) -> None:
     checks.activation(settings.activation)
     checks.operands(q, k, u, v, contiguous=contiguous)
     checks.gate(q, k, r, contiguous=contiguous)
-    if grad_out is not None:
-        checks.upstream_gradient(grad_out, q)
+    if grad_out is not None:  # of any strides
+        checks.expect_like("grad_out", grad_out, q, q.shape, "q's shape")
 
 
 def values(call: Call) -> Result:
@@ -108,8 +101,7 @@ def _in_graph(call: Call) -> Result | None:
     """Run the call on fake tensors by the hopper back end's operator, if that is its back end and reads q in place."""
     q, k, u, v, r, backend, settings, grad_out = call
     case = (backend, q.device, q.dtype, k.shape[3], k.shape[2], settings.activation)
-    gate = r if isinstance(r, Tensor) else None
-    if not backends.chooses_hopper(*case) or not backends.hopper.reads(q, gate, k=k, u=u, v=v):
+    if not backends.chooses_hopper(*case) or not backends.hopper.reads(q, r, k=k, u=u, v=v):
         return None
     if grad_out is None:
         return backends.hopper.forward(q, k, u, v, r, settings)
@@ -200,26 +192,21 @@ def _above_autograd(call: Call) -> Result:
         return _dispatch(call)
 
 
-def _define(name: str, operands: str, how: str, results: str, describe: Callable[..., Call], casts: str = "") -> None:
-    define(name, f"({operands}, {how}) -> {results}", describe, values, _fake, _in_graph, _above_autograd, casts)
-
-
 _NETWORKS = "Tensor q, Tensor k, Tensor u, Tensor v"
-_GATE, _ROUTER = "Tensor? r=None", "Tensor w, float eps"
 _FORWARD = '*, bool? deterministic=None, str backend="auto", str activation="silu"'
 _BACKWARD = 'bool deterministic=False, *, str backend="auto", bool[2] needs=[True, True], str activation="silu"'
 _GRADS = "Tensor dq, Tensor dk, Tensor du, Tensor dv"
-# Under autocast q, k, u and v go to its dtype; r and w keep theirs, or go to float32. In backward nothing is cast.
-_define("forward", f"{_NETWORKS}, {_GATE}", _FORWARD, "Tensor", _forward, casts="qkuv")
-_define("gated_forward", f"{_NETWORKS}, {_ROUTER}", _FORWARD, "Tensor", _gated_forward, casts="qkuv")
-_define("backward", f"Tensor grad_out, {_NETWORKS}, {_GATE}", _BACKWARD, f"({_GRADS}, Tensor dr)", _backward)
-_define(
-    "gated_backward", f"Tensor grad_out, {_NETWORKS}, {_ROUTER}", _BACKWARD, f"({_GRADS}, Tensor dw)", _gated_backward
-)
-register_vmap("forward", 0, 4)
-register_vmap("gated_forward", 0)
-register_vmap("backward")
-register_vmap("gated_backward")
+_RUN = (values, _fake, _in_graph, _above_autograd)
+for _prefix, _gate, _of_gate, _describe, _describe_backward, _tokens in (
+    ("", "Tensor? r=None", "Tensor dr", _forward, _backward, (0, 4)),
+    ("gated_", "Tensor w, float eps", "Tensor dw", _gated_forward, _gated_backward, (0,)),
+):
+    # Under autocast q, k, u and v go to its dtype; r and w keep theirs, or go to float32. In backward nothing is cast.
+    define(f"{_prefix}forward", f"({_NETWORKS}, {_gate}, {_FORWARD}) -> Tensor", _describe, *_RUN, casts="qkuv")
+    _signature = f"(Tensor grad_out, {_NETWORKS}, {_gate}, {_BACKWARD}) -> ({_GRADS}, {_of_gate})"
+    define(f"{_prefix}backward", _signature, _describe_backward, *_RUN)
+    register_vmap(f"{_prefix}forward", *_tokens)
+    register_vmap(f"{_prefix}backward")
 
 
 # What Python calls: the dispatcher's operators, or the definition without the dispatcher, as exporters want it

@@ -61,7 +61,9 @@ def pack_fp8(k: Tensor, u: Tensor, v: Tensor) -> PackedWeights:
     dtypes and non-tensors, ValueError for shapes (d_e and d_h are multiples of 16), devices and strides.
     """
     checks.strided(k=k, u=u, v=v)
-    checks.weight_operands(k, u, v)
+    checks.floating("k", k)
+    checks.weight_shape(k)
+    checks.networks(k, u, v, k, "k")
     for size, name in zip(k.shape[2:], ("d_e", "d_h"), strict=True):
         if size % BLOCK:
             raise ValueError(f"k has shape {list(k.shape)}; supported: multiples of {BLOCK}, {name} is {size}")

@@ -108,8 +108,8 @@ def _unreadable(x: Tensor) -> str | None:
     return None
 
 
-def check_layout(q: Tensor, r: Tensor | None, **weights: Tensor) -> None:
-    """Raise ValueError for a tensor that the kernels cannot read where it lies, by its name."""
+def check_layout(q: Tensor, r: Gate, **weights: Tensor) -> None:
+    """Raise ValueError, by its name, for a tensor that the kernels cannot read where it lies; a router has none."""
     reason = _unreadable(q) if q.numel() else None
     if reason is not None:
         advice = "pass q.contiguous() or backend='triton'"
@@ -118,11 +118,11 @@ def check_layout(q: Tensor, r: Tensor | None, **weights: Tensor) -> None:
         if not _is_aligned(x):
             supported = f"the hopper back end supports multiples of {TMA_ALIGNMENT} bytes"
             raise ValueError(f"{name} has storage offset {x.storage_offset()}; {supported}")
-    if r is not None and r.shape[-1] > 1 and r.stride(-1) != 1:
+    if isinstance(r, Tensor) and r.shape[-1] > 1 and r.stride(-1) != 1:
         raise ValueError(f"r has stride {r.stride(-1)} in its last dimension; the hopper back end supports 1")
 
 
-def reads(q: Tensor, r: Tensor | None, **weights: Tensor) -> bool:
+def reads(q: Tensor, r: Gate, **weights: Tensor) -> bool:
     """Return whether :func:`check_layout` raises nothing for fakes; False if sizes are known at run time alone."""
     try:
         check_layout(q, r, **weights)
@@ -132,19 +132,17 @@ def reads(q: Tensor, r: Tensor | None, **weights: Tensor) -> bool:
 
 
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Tensor:
-    if isinstance(r, Router):
-        check_layout(q, None, k=k, u=u, v=v)
-        return torch.ops.flashmhf_hopper.gated_forward(q, k, u, v, *r, settings.deterministic)
     check_layout(q, r, k=k, u=u, v=v)
+    if isinstance(r, Router):
+        return torch.ops.flashmhf_hopper.gated_forward(q, k, u, v, *r, settings.deterministic)
     return torch.ops.flashmhf_hopper.forward(q, k, u, v, r, settings.deterministic)
 
 
 def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Gradients:
+    check_layout(q, r, k=k, u=u, v=v)
     how = (settings.deterministic, *settings.needs)
     if isinstance(r, Router):
-        check_layout(q, None, k=k, u=u, v=v)
         return torch.ops.flashmhf_hopper.gated_backward(grad_out, q, k, u, v, *r, *how)
-    check_layout(q, r, k=k, u=u, v=v)
     return torch.ops.flashmhf_hopper.backward(grad_out, q, k, u, v, r, *how)
 
 
