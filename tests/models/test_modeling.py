@@ -143,21 +143,16 @@ def test_initialisation(init, deviations):
     assert not torch.equal(mlp.k, model[1].mlp.k) and torch.equal(mlp.k, again[0].mlp.k)
 
 
-def in_16_bits(ffn: str, **overrides) -> FlashMHFForCausalLM:
-    """A model whose norms' weights are not 1, as training leaves them."""
-    model = tiny(ffn, **overrides).bfloat16().eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(0.5 + torch.rand_like(weight) if "norm" in name else torch.randn_like(weight) * 0.2)
-    return model
-
-
 @pytest.mark.parametrize("ffn", FFN_TYPES)
 def test_no_mode_changes_the_arithmetic(ffn, device):
     """bf16 logits, bit for bit, of whole texts and by pieces with a cache; the baseline's are transformers' own. Up to
     256 tokens on Hopper are the exception: there inference takes a projection kernel of the library's, which adds in
     another order than cuBLAS, and a few results round to the other neighbour."""
-    model = in_16_bits(ffn, **({"ffn_q_norm": True} if ffn == "flashmhf" else {})).to(device)
+    model = tiny(ffn, **({"ffn_q_norm": True} if ffn == "flashmhf" else {})).bfloat16()
+    with torch.no_grad():  # the norms' weights are not 1, as training leaves them
+        for name, weight in model.named_parameters():
+            weight.copy_(0.5 + torch.rand_like(weight) if "norm" in name else torch.randn_like(weight) * 0.2)
+    model.to(device)
     ids = tokens(2, 300).to(device)  # more tokens than small batches have on any back end
 
     def logits() -> dict[str, torch.Tensor]:

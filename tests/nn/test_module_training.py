@@ -9,29 +9,21 @@ import flashmhf
 STEPS = 200
 
 
-class Residual(nn.Module):
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.layer(nn.functional.rms_norm(x, x.shape[-1:]))
-
-
 def train(backend: str, deterministic: bool = False, device: str = "cuda") -> tuple[torch.Tensor, nn.Module]:
     """Losses of STEPS steps, and the model: fp32 weights, 16-bit computation, a function of another network to be
     learned. Scores and gates are far from the flat spots of their functions."""
     torch.manual_seed(2)
     how = {"backend": backend, "deterministic": deterministic}
-    networks = (randomised(flashmhf.FlashMHF(128, 2, 3, 80, **how)) for _ in range(2))
-    model = nn.Sequential(*map(Residual, networks)).to(device)
+    model = nn.ModuleList(randomised(flashmhf.FlashMHF(128, 2, 3, 80, **how)) for _ in range(2)).to(device)
     teacher = randomised(flashmhf.SwiGLU(128, 256)).to(device).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
     losses = torch.empty(STEPS, device=device)
     for step in range(STEPS):
-        x = torch.randn(7, 73, 128).to(device)
+        y = x = torch.randn(7, 73, 128).to(device)
         with torch.autocast(device, dtype=torch.bfloat16):
-            loss = nn.functional.mse_loss(model(x).float(), x + 2 * teacher(x).float())
+            for network in model:
+                y = y + network(nn.functional.rms_norm(y, y.shape[-1:]))
+            loss = nn.functional.mse_loss(y.float(), x + 2 * teacher(x).float())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -22,12 +22,6 @@ THREADS, ROUNDS, BACKWARDS = 8, 20, ("backward", "gated_backward")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 
 
-def in_thread(function: Callable[[], object]) -> object:
-    """The result of ``function`` in a fresh thread; its exception is raised here."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
-
-
 def module_step(make: Callable[..., torch.nn.Module], backend: str, device: str, seed: int = 0) -> Callable[[], tuple]:
     torch.manual_seed(seed)
     module = make(backend=backend, device=device, dtype=torch.bfloat16, deterministic=True)
@@ -83,8 +77,9 @@ def test_first_thing_in_a_fresh_thread_and_while_another_device_is_current(name,
         assert all(x.device.index == device for x in results)
         return results
 
-    for first in (step, step, elsewhere):  # the fresh thread's device is cuda:0
-        check(name, in_thread(first), expected)
+    for first in (step, step, elsewhere):
+        with ThreadPoolExecutor(1) as pool:  # a fresh thread, whose device is cuda:0
+            check(name, pool.submit(first).result(), expected)
     with torch.cuda.device(current):
         check(name, elsewhere(), expected)
 

@@ -113,10 +113,6 @@ def patched(owner: object, name: str):
         yield
 
 
-class Tagged(Tensor):
-    pass
-
-
 class OtherMix(flashmhf.FlashMHF):
     def _mix(self, q: Tensor) -> Tensor:
         return 2 * super()._mix(q)
@@ -138,7 +134,7 @@ CHANGED: dict[str, Callable[[nn.Module], object]] = {
     "pruned bias": lambda m: prune.l1_unstructured(m.in_proj, "bias", amount=0.5),
     "pruned k": lambda m: prune.l1_unstructured(m, "k", amount=0.5),
     "weight of another type": lambda m: setattr(
-        m.in_proj, "weight", nn.Parameter(m.in_proj.weight.detach().as_subclass(Tagged))
+        m.in_proj, "weight", nn.Parameter(m.in_proj.weight.detach().as_subclass(type("Tagged", (Tensor,), {})))
     ),
 }
 FP8_CHANGED = ("forward hook", "forward pre-hook", "hook on q_norm", "replaced projection", "patched projection")
@@ -335,15 +331,6 @@ def test_opcheck():
 # Tensors that begin inside a storage: slices of the tokens, weights in one flat buffer
 
 
-def into_one_buffer(module: nn.Module) -> None:
-    """Moves every parameter into one flat buffer, behind NaN."""
-    sizes = [512, *(-(-parameter.numel() // 512) * 512 for parameter in module.parameters())]
-    pieces = next(module.parameters()).new_full((sum(sizes),), torch.nan).split(sizes)
-    for parameter, piece in zip(module.parameters(), pieces[1:], strict=True):
-        piece[: parameter.numel()] = parameter.detach().flatten()
-        parameter.data = piece[: parameter.numel()].view(parameter.shape)
-
-
 @pytest.mark.parametrize("tokens", [2, 100, 300])
 @pytest.mark.parametrize("what", ["tokens", "tokens of fp8", "weights"])
 def test_what_lies_behind_other_values(monkeypatch, device, tokens, what):
@@ -354,8 +341,12 @@ def test_what_lies_behind_other_values(monkeypatch, device, tokens, what):
     x.normal_()
     with torch.no_grad():
         expected = module(x.clone())
-        if what == "weights":
-            into_one_buffer(module)
+        if what == "weights":  # every parameter in one flat buffer, behind NaN
+            sizes = [512, *(-(-parameter.numel() // 512) * 512 for parameter in module.parameters())]
+            pieces = x.new_full((sum(sizes),), torch.nan).split(sizes)
+            for parameter, piece in zip(module.parameters(), pieces[1:], strict=True):
+                piece[: parameter.numel()] = parameter.detach().flatten()
+                parameter.data = piece[: parameter.numel()].view(parameter.shape)
             x = x.clone()
         actual = module(x)
     assert actual.isfinite().all() and torch.equal(actual, expected)

@@ -183,11 +183,6 @@ OPTIONAL = (
     "lm_eval",
 )  # fmt: skip
 SECONDS = 0.5  # CPU time of `import flashmhf` after torch; 0.03 s where it was measured
-ABSENT = f"""
-import sys
-for name in {OPTIONAL!r}:
-    sys.modules[name] = None  # importing it fails, as where it is not installed
-"""
 
 
 def python(code: str, cwd: object = None) -> str:
@@ -221,8 +216,10 @@ COMMANDS = {  # the command, and the extra that it needs
 def test_a_missing_extra_is_one_line(tmp_path):
     """One process runs all commands. ``check`` needs none: the core computes, with gradients, without any optional
     package."""
-    code = f"""{ABSENT}
-import contextlib, io, json
+    code = f"""
+import contextlib, io, json, sys
+for name in {OPTIONAL!r}:
+    sys.modules[name] = None  # importing it fails, as where it is not installed
 from flashmhf_recipes.cli import main
 results = {{}}
 for line in {list(COMMANDS)!r}:

@@ -75,7 +75,8 @@ def test_the_core_imports_torch_and_the_standard_library_only():
 OLDEST_CLANG_FORMAT = 23  # as in pyproject.toml; older ones break some lines elsewhere
 
 
-def clang_format() -> str:
+@pytest.mark.parametrize("folder", ["csrc", "thunderkittens"])
+def test_sources_are_formatted(folder):
     tool = shutil.which("clang-format", path=str(Path(sys.executable).parent)) or shutil.which("clang-format")
     if tool is None:
         pytest.skip("clang-format is not installed (pip install 'flashmhf[test]')")
@@ -83,14 +84,9 @@ def clang_format() -> str:
     version = printed.split("version ")[1].split()[0]
     if int(version.split(".")[0]) < OLDEST_CLANG_FORMAT:
         pytest.skip(f"clang-format {version} is older than {OLDEST_CLANG_FORMAT}")
-    return tool
-
-
-@pytest.mark.parametrize("folder", ["csrc", "thunderkittens"])
-def test_sources_are_formatted(folder):
     files = [path for path in (ROOT / folder).rglob("*") if path.suffix in {".h", ".cuh", ".cpp", ".cu"}]
     assert files
-    done = subprocess.run([clang_format(), "--dry-run", "-Werror", *files], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([tool, "--dry-run", "-Werror", *files], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, f"run clang-format -i on:\n{done.stderr}"
 
 
