@@ -109,7 +109,7 @@ def _unreadable(x: Tensor) -> str | None:
 
 
 def check_layout(q: Tensor, r: Gate, **weights: Tensor) -> None:
-    """Raise ValueError, by its name, for a tensor that the kernels cannot read where it lies; a router has none."""
+    """Raise ValueError, by its name, for a tensor that the kernels cannot read where it lies, R among the gates."""
     reason = _unreadable(q) if q.numel() else None
     if reason is not None:
         advice = "pass q.contiguous() or backend='triton'"
