@@ -29,7 +29,8 @@ def default_subnet_dim(head_dim: int) -> int:
     return -(-8 * positive("head_dim", head_dim) // (3 * 64)) * 64
 
 
-_PARTS = "split_heads normalise _mix _weights join_heads"
+_METHODS = "split_heads normalise _mix _weights join_heads"
+_PARTS = tuple(_METHODS.split())
 _WEIGHTS = ("k", "u", "v", "router")
 
 
@@ -103,7 +104,7 @@ class FlashMHF(GroupedHeads):
         """Return the weights if the module and its parts compute what their classes say, else None."""
         if self.backend == REFERENCE and is_compiling():
             return None  # compiled graphs and exported programs of the definition consist of PyTorch's own operations
-        if not self._is_plain() or (is_dynamo_compiling() and not stays_plain(self, _PARTS)):
+        if not self._is_plain() or (is_dynamo_compiling() and not stays_plain(self, _METHODS)):
             return None
         parameters = self._parameters
         k, u, v, router = parameters["k"], parameters["u"], parameters["v"], parameters["router"]
@@ -112,13 +113,13 @@ class FlashMHF(GroupedHeads):
     @torch_private.constant_in_graphs
     def _is_plain(self) -> bool:
         kind, own, parameters = type(self), self.__dict__, self._parameters
-        for name in _PARTS.split():
+        for name in _PARTS:
             if name in own or (kind is not FlashMHF and getattr(kind, name) is not getattr(FlashMHF, name)):
                 return False
         for name in _WEIGHTS:
             if parameters.get(name) is None:
                 return False  # computed, as pruning does
-        return layer.all_ordinary(parameters.values()) and has_plain_parts(self)
+        return has_plain_parts(self, parameters.values())
 
     def _mix(self, q: Tensor) -> Tensor:
         """Return S for Q, both [..., H, d_h]. The caller keeps no Q: without gradients it is freed before out_proj."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -72,8 +73,8 @@ class HeadRMSNorm(nn.Module):
 _KINDS = {"in_proj": nn.Linear, "out_proj": nn.Linear, "q_norm": HeadRMSNorm}
 
 
-def has_plain_parts(module: nn.Module) -> bool:
-    """Return whether no part of a whole layer is hooked, replaced, patched or computed."""
+def has_plain_parts(module: nn.Module, tensors: Iterable[Tensor]) -> bool:
+    """Return whether no part of a layer is hooked, replaced, patched or computed, nor a weight a tensor subclass's."""
     modules = module._modules  # not attributes, each of which takes the host a microsecond
     if (nn.Linear.forward, functional.linear) != (_FORWARD, _LINEAR) or torch_private.has_global_hooks():
         return False
@@ -88,9 +89,10 @@ def has_plain_parts(module: nn.Module) -> bool:
             return False
         # what a parametrisation, pruning or spectral_norm computes is no parameter
         held = part._parameters
-        if held.get("weight") is None or (kind is nn.Linear and "bias" not in held) or not all_ordinary(held.values()):
+        if held.get("weight") is None or (kind is nn.Linear and "bias" not in held):
             return False
-    return True
+        tensors = (*tensors, *held.values())
+    return all_ordinary(tensors)
 
 
 def stays_plain(module: nn.Module, methods: str) -> bool:

@@ -97,8 +97,7 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
     @torch_private.constant_in_graphs
     def _is_plain(self) -> bool:
         own = any(name in self.__dict__ for name in _PARTS.split())
-        held = (*self.packed.tensors, self.router)
-        return type(self) is Fp8FlashMHF and not own and layer.all_ordinary(held) and has_plain_parts(self)
+        return type(self) is Fp8FlashMHF and not own and has_plain_parts(self, (*self.packed.tensors, self.router))
 
     def query(self, x: Tensor) -> Tensor:
         """Return the operator's q [..., H, d_h] for x [..., d_model]."""
