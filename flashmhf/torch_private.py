@@ -77,16 +77,15 @@ def is_observed(device_type: str) -> bool:
     """Return whether something sees or changes single calls of a network's parts on this device type: autocast,
     torch.func, forward mode, torch.jit.trace, a dispatch or function mode other than torch.compile's own.
     """
+    if torch.compiler.is_compiling():
+        return autocasts(device_type)
     return (
         autocasts(device_type)
-        or not torch.compiler.is_compiling()
-        and (
-            torch._C._are_functorch_transforms_active()
-            or torch.jit.is_tracing()
-            or torch.autograd.forward_ad._current_level >= 0
-            or torch._C._len_torch_dispatch_stack() > 0
-            or (function_modes() > 0 and has_function_mode())
-        )
+        or torch._C._are_functorch_transforms_active()
+        or torch.jit.is_tracing()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or (function_modes() > 0 and has_function_mode())
     )
 
 

@@ -21,7 +21,7 @@ from ..quantize import Fp8FlashMHF
 from . import sharding  # noqa: F401  (its import registers the rules)
 
 _DIVIDED = (FlashMHF, MHFFN, SwiGLU)
-_MORE_THAN_ONE_TENSOR = (nn.MultiheadAttention, nn.RNNBase, nn.modules.batchnorm._BatchNorm)
+_NOT_REPLICATED = (nn.MultiheadAttention, nn.RNNBase, nn.modules.batchnorm._BatchNorm)
 
 
 def placement_of(name: str) -> Placement:
@@ -200,7 +200,7 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
         elif module is head:
             styles[name] = ColwiseParallel(output_layouts=Replicate())
         elif own and name not in styles:
-            if isinstance(module, _MORE_THAN_ONE_TENSOR):
+            if isinstance(module, _NOT_REPLICATED):
                 supported = "modules that take and return one tensor and have parameters alone, and Llama's attention"
                 raise ValueError(f"{name} is a {type(module).__name__}; supported: {supported}")
             styles[name] = _Placed(Replicate())

@@ -29,8 +29,7 @@ def default_subnet_dim(head_dim: int) -> int:
     return -(-8 * positive("head_dim", head_dim) // (3 * 64)) * 64
 
 
-_METHODS = "split_heads normalise _mix _weights join_heads"
-_PARTS = tuple(_METHODS.split())
+_PARTS = ("split_heads", "normalise", "_mix", "_weights", "join_heads")
 _WEIGHTS = ("k", "u", "v", "router")
 
 
@@ -104,7 +103,7 @@ class FlashMHF(GroupedHeads):
         """Return the weights if the module and its parts compute what their classes say, else None."""
         if self.backend == REFERENCE and is_compiling():
             return None  # compiled graphs and exported programs of the definition consist of PyTorch's own operations
-        if not self._is_plain() or (is_dynamo_compiling() and not stays_plain(self, _METHODS)):
+        if not self._is_plain() or (is_dynamo_compiling() and not stays_plain(self, _PARTS)):
             return None
         parameters = self._parameters
         k, u, v, router = parameters["k"], parameters["u"], parameters["v"], parameters["router"]
@@ -112,6 +111,7 @@ class FlashMHF(GroupedHeads):
 
     @torch_private.constant_in_graphs
     def _is_plain(self) -> bool:
+        """Return whether that holds now; a compiled graph holds the answer of when it was made."""
         kind, own, parameters = type(self), self.__dict__, self._parameters
         for name in _PARTS:
             if name in own or (kind is not FlashMHF and getattr(kind, name) is not getattr(FlashMHF, name)):

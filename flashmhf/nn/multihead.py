@@ -95,11 +95,11 @@ def has_plain_parts(module: nn.Module, tensors: Iterable[Tensor]) -> bool:
     return all_ordinary(tensors)
 
 
-def stays_plain(module: nn.Module, methods: str) -> bool:
+def stays_plain(module: nn.Module, methods: Iterable[str]) -> bool:
     """Return True, traced after :func:`has_plain_parts`: the graph then asks in every call what PyTorch's own compiled
     modules ask, whether an instance got a method of its own or linear was patched. Hooks and classes they do not ask.
     """
-    for name in methods.split():  # of a tuple the graph would ask for every element
+    for name in methods:
         if not isinstance(getattr(module, name), MethodType):
             return False
     for part in module._modules.values():

@@ -193,7 +193,7 @@ def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str
             return None
         watched = function_modes() > 0 and has_function_mode()
         return None if watched or type(x) not in _ORDINARY else call(x, weights, backend, activation)
-    if (type(x) not in _ORDINARY and not all_ordinary((x,))) or is_observed(x.device.type):
+    if not all_ordinary((x,)) or is_observed(x.device.type):
         return None
     if torch.compiler.is_compiling() or x.is_meta:
         return call(x, weights, backend, activation)

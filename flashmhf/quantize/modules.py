@@ -20,7 +20,7 @@ from ..ops import layer
 from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
 
 METHOD = "flashmhf"  # quant_method in the configuration of a transformers model
-_PARTS = "query _forward_parts"
+_PARTS = ("query", "_forward_parts")
 _COMPUTED_BY = ("forward", "split_heads", "normalise", "_mix", "join_heads")  # of FlashMHF
 _KEPT = ("d_model", "num_heads", "head_dim", "num_kv_heads", "num_subnets", "subnet_dim")
 _KEPT += ("router_eps", "activation", "backend", "deterministic", "skip_linear")
@@ -92,12 +92,13 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
         """Return the weights if the module is what its class says, else None."""
         if not self._is_plain() or (is_dynamo_compiling() and not stays_plain(self, _PARTS)):
             return None
-        return layer_weights(self, self.packed.tensors, self.router)
+        return layer_weights(self, (self.k8, self.u8, self.v8, self.scales), self.router)
 
     @torch_private.constant_in_graphs
     def _is_plain(self) -> bool:
-        own = any(name in self.__dict__ for name in _PARTS.split())
-        return type(self) is Fp8FlashMHF and not own and has_plain_parts(self, (*self.packed.tensors, self.router))
+        own = any(name in self.__dict__ for name in _PARTS)
+        held = self._buffers or self._parameters  # shard makes parameters of all buffers
+        return type(self) is Fp8FlashMHF and not own and has_plain_parts(self, held.values())
 
     def query(self, x: Tensor) -> Tensor:
         """Return the operator's q [..., H, d_h] for x [..., d_model]."""

@@ -81,7 +81,7 @@ class Measurement:
 def compare(setting: Setting, end: float, left_out: list[str]) -> Iterator[Measurement]:
     """Measure every network at every length; all see the same input and upstream gradient. Lengths that would not be
     done at ``end`` (by time.monotonic) are named in ``left_out``."""
-    took, growth = 0.0, 2.2 if setting.device.type == "cpu" else 1.2  # twice the tokens; on a GPU it compiles
+    took, growth = 0.0, 2.2 if setting.device.type == "cpu" else 1.2  # a GPU's time is mostly compiling
     for length in setting.lengths:
         start, tokens = time.monotonic(), setting.batch * length
         if end - start < growth * took:

@@ -185,9 +185,12 @@ def test_a_compiled_changed_module_runs_its_parts(change, fresh_dynamo):
 
 
 @pytest.mark.parametrize(
-    "change", ["replaced projection", "patched projection", "patched part", "pruned k", "autocast", "patched linear"]
+    ("change", "make"),
+    [(name, make) for name in ("replaced projection", "patched projection", "patched part", "pruned k", "autocast")]
+    + [(name, make_fp8) for name in ("replaced projection", "patched projection")]
+    + [("patched linear", each) for each in (make, make_fp8)],
 )
-def test_a_compiled_module_notices_what_pytorchs_own_do(change, fresh_dynamo):
+def test_a_compiled_module_notices_what_pytorchs_own_do(change, make, fresh_dynamo):
     """They ask in every call for all but hooks and classes."""
     module = make(torch.float32, q_norm=True)
     x, compiled = tokens_of(module, TOKENS), torch.compile(module, backend="eager")

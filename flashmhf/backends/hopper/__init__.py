@@ -109,7 +109,7 @@ def _unreadable(x: Tensor) -> str | None:
 
 
 def check_layout(q: Tensor, r: Gate, **weights: Tensor) -> None:
-    """Raise ValueError, by its name, for a tensor that the kernels cannot read where it lies, R among the gates."""
+    """Raise ValueError that names a tensor which the kernels cannot read in place: q, R if ``r`` is one, a weight."""
     reason = _unreadable(q) if q.numel() else None
     if reason is not None:
         advice = "pass q.contiguous() or backend='triton'"
