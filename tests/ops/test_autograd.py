@@ -57,6 +57,14 @@ def test_only_what_needs_a_gradient_gets_one(needed):
     close([inputs[i].grad for i in needed], [expected[i] for i in needed])
 
 
+def test_saves_the_inputs_only(target):
+    p = problem(256, 2, 64, 3, 64, target.dtype, target.device)
+    inputs, saved = leaves("forward", p), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.data_ptr()) or x, lambda x: x):
+        flashmhf.flash_mhf(*inputs, backend=target.backend)
+    assert sorted(saved) == sorted(x.data_ptr() for x in inputs)
+
+
 @both
 def test_second_derivatives_raise(target, name):
     inputs = leaves(name, problem(64, 2, 64, 2, 64, target.dtype, target.device))
