@@ -1,4 +1,4 @@
-"""The runs of compare.py as tables and plot of docs/quality.md and docs/experiments.md, with 95 % confidence intervals.
+"""The runs of compare.py as tables and plot of docs/quality.md and of this folder's README, with 95 % intervals.
 
 report.py collect FILE... RESULTS    takes runs of compare.py into RESULTS, in place of earlier ones of these names
 report.py document [--check]         the blocks of both documents from experiments/results, and the plot
@@ -164,7 +164,10 @@ def long_block(found: list[Row]) -> str:
     return _table([*header, "million tokens/s", "memory, GiB"], lines)
 
 
-BLOCKS = {"docs/quality.md": {"pairs": pairs_block, "short": short_block}, "docs/experiments.md": {"long": long_block}}
+BLOCKS = {
+    "docs/quality.md": {"pairs": pairs_block, "short": short_block},
+    "experiments/README.md": {"long": long_block},
+}
 
 
 def document(root: Path, check: bool) -> int:

@@ -12,7 +12,7 @@
 namespace flashmhf {
 
 // What the backward's planner counts with, in the time of one tile of 64 x 64 of all eight products (1.7 us on an H200 at d_h = 128, in
-// proportion to d_h). They were measured on a chip (docs/experiments.md).
+// proportion to d_h). They were measured on a chip (experiments/README.md).
 struct BackwardCostModel {
     // A tile of all eight products on an H200, in microseconds for each of d_h. Only predictions in seconds need it.
     double tile_us = 1.7 / 128;

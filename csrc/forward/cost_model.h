@@ -1,5 +1,5 @@
 // What the forward's planner counts with, in the time of one inter tile of a CTA (1.1 us on an H200 at d_h = 128, in proportion to d_h).
-// Fixed times are therefore given as tiles * d_h. Those called costs were measured on a chip (docs/experiments.md). Thresholds are
+// Fixed times are therefore given as tiles * d_h. Those called costs were measured on a chip (experiments/README.md). Thresholds are
 // where measured choices change over; they are not times.
 #pragma once
 

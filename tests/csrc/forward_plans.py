@@ -1,6 +1,6 @@
 """Plans of the forward kernels for 2,000 calls: ``python tests/csrc/forward_plans.py`` writes forward_plans.csv.gz
 beside it, which a test compares with what the planner says. A change of the file needs a measurement:
-docs/experiments.md says which."""
+experiments/README.md says which."""
 
 import csv
 import gzip

@@ -86,7 +86,7 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
     }
 
     // No row of this warpgroup holds a token, in any item. With blocks side by side that may be so, too, but passing those items makes
-    // T = 257 to 576 slower by 7 to 12 % (docs/experiments.md).
+    // T = 257 to 576 slower by 7 to 12 % (experiments/README.md).
     __device__ __forceinline__ bool is_idle() { return p.blocks == 1 && !holds_token(p, this_item().sequence, this_item().token); }
     // Does for all items what the others wait for, without the products: they take power, and the tensor cores of the other warpgroup.
     __device__ __forceinline__ void pass_items() {
