@@ -23,7 +23,12 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 WRITER = "benchmarks/write_readme.py"
 BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     "README.md": {"headline": layers.headline},
-    "benchmarks/README.md": {"operator": kernels.sixteen_bits, "fp8": fp8.kernels, "generate fp8": fp8.generation},
+    "benchmarks/README.md": {
+        "module": several_gpus.module,
+        "operator": kernels.sixteen_bits,
+        "fp8": fp8.kernels,
+        "generate fp8": fp8.generation,
+    },
     "docs/measurements.md": {
         "decide": decision.decision,
         "prefill": layers.headline,
@@ -34,11 +39,7 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     "docs/api.md": {"deterministic": kernels.deterministic},
     "docs/fp8.md": {"networks": fp8.networks},
     "docs/serving.md": {"generate": models.generation, "vllm": models.vllm},
-    "docs/scaling.md": {
-        "memory": several_gpus.memory,
-        "training": several_gpus.training,
-        "module": several_gpus.module,
-    },
+    "docs/scaling.md": {"memory": several_gpus.memory, "training": several_gpus.training},
     "docs/training.md": {"training": models.training},
     "docs/guides/sizes.md": {"depth": models.training_depth},
 }
