@@ -31,6 +31,8 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     },
     "docs/measurements.md": {
         "decide": decision.decision,
+        "training": models.training,
+        "depth": models.training_depth,
         "prefill": layers.headline,
         "decode": layers.decode,
         "implementations": layers.implementations,
@@ -40,8 +42,6 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     "docs/fp8.md": {"networks": fp8.networks},
     "docs/serving.md": {"generate": models.generation, "vllm": models.vllm},
     "docs/scaling.md": {"memory": several_gpus.memory, "training": several_gpus.training},
-    "docs/training.md": {"training": models.training},
-    "docs/guides/sizes.md": {"depth": models.training_depth},
 }
 
 

@@ -76,12 +76,15 @@ def implementations(records: Records) -> str:
     return f"{table(['implementation', *parts], lines)}\n\n{machine(what, layers.record)}"
 
 
+SHOWN = (1, 16, 64, 256, 1024)  # tokens of the page's table on decode; the records have more
+
+
 def decode(records: Records) -> str:
     """Small batches: a layer, what an engine runs between two calls of attention, and both for all layers."""
     layers, lines = Layers(records), []
     pieces = by(records["serving"]["rows"], "T")
     depth = PAPER.swiglu_layers / PAPER.layers
-    for tokens in layers.sizes("decode"):
+    for tokens in SHOWN:
         if piece := pieces.get((tokens,)):
             layer = {name: layers.rows["decode", name][tokens] for name in (layers.ours, SWIGLU)}
             cells = [f"{tokens:,}"]
