@@ -118,6 +118,7 @@ def test_why_not(monkeypatch, module, device, capability, dtype, sizes, reason):
     [
         (None, False, None, 13000, "this PyTorch has no CUDA"),
         ("13.0", False, None, 13000, "installed without its CUDA library"),
+        ("13.0", True, None, 0, "there is no NVIDIA driver"),
         ("13.0", True, None, 13000, "does not load"),
         ("13.0", True, "0.0.1", 13000, f"its CUDA library has version 0.0.1, the package has {flashmhf.__version__}"),
         ("13.0", True, "0", 12040, "driver supports CUDA 12.4 but the library was built with CUDA 13.0"),

@@ -44,6 +44,9 @@ def _load() -> str | None:
     if not LIBRARY.exists():
         reason = NO_LIBRARY.read_text("utf-8").strip() if NO_LIBRARY.exists() else "it was not built"
         return f"flashmhf was installed without its CUDA library: {reason}"
+    supported = driver.version()
+    if not supported:  # before the library is loaded: what is refused defines no operators
+        return "there is no NVIDIA driver"
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
@@ -51,7 +54,7 @@ def _load() -> str | None:
     info = build_info()
     if info["version"] not in ("0", __version__):  # "0": built by CMake alone, which does not know it
         return f"its CUDA library has version {info['version']}, the package has {__version__}; install flashmhf again"
-    runtime, supported = info["cuda_version"], driver.version()
+    runtime = info["cuda_version"]
     if supported // 1000 < int(runtime.split(".")[0]):
         found = f"CUDA {supported // 1000}.{supported % 1000 // 10} but the library was built with CUDA {runtime}"
         return f"the NVIDIA driver supports {found}; update the driver or rebuild with an older nvcc (12.4 or later)"

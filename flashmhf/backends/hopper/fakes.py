@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ FAKES = {
 }  # fmt: skip
 
 
+@functools.cache
 def register() -> None:
-    """Register them with PyTorch, once the library that has the operators is loaded."""
+    """Register them with PyTorch, which takes them once, after the library that has the operators is loaded."""
     for name, fake in FAKES.items():
         torch.library.register_fake(f"flashmhf_hopper::{name}", fake)
