@@ -44,6 +44,13 @@ def test_tables_agree_with_the_records(report):
     assert report.document(ROOT, check=True) == 0
 
 
+def test_ci_runs_the_lines_of_the_readme_for_the_tests():
+    if not (ROOT / ".ci").exists():
+        pytest.skip("this is no git checkout")
+    blocks = re.findall(r"```sh\n(.*?)```", read("README.md"), re.DOTALL)
+    assert read(".ci/run").endswith(next(block for block in blocks if "pytest" in block))
+
+
 NUMBER = r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w])"  # not 26M, H100, fp8
 
 
