@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,12 @@ class Tokens:
         self.stored = json.loads((directory / "tokens.json").read_text(encoding="utf-8"))
         self.pieces, self.validation = list(read("train-*.bin").values()), read("val-*.bin")
         self.bytes = sum(each.nbytes for each in (*self.pieces, *self.validation.values()))
+
+    def described(self) -> dict[str, object]:
+        """What a run's line says of its text: passes are its tokens over ``tokens``."""
+        text = hashlib.sha256(b"".join(each.cpu().numpy().tobytes() for each in self.validation.values()))
+        found = {"tokenizer_sha256": self.stored["tokenizer_sha256"], "pieces": len(self.pieces)}
+        return found | {"tokens": sum(map(len, self.pieces)), "validation_sha256": text.hexdigest()}
 
     def batches(self, run: Run, first: int) -> Iterator[Tensor]:
         """Batches [batch, context + 1] from step ``first`` on.
