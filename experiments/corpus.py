@@ -32,7 +32,7 @@ def documents(paths: list[Path]) -> Iterator[tuple[int, str]]:
     """A number drawn from the name, and the text, of each document."""
     for path in find_files(paths)[0]:
         for index, record in enumerate(read([path])):
-            yield int.from_bytes(hashlib.sha256(f"{path.name}:{index}".encode()).digest()[:8]), record["text"]
+            yield int.from_bytes(hashlib.sha256(f"{path.name}:{index}".encode()).digest()[:8], "big"), record["text"]
 
 
 def train_tokenizer(paths: list[Path]) -> Tokenizer:
