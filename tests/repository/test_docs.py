@@ -6,11 +6,13 @@ import json
 import re
 import runpy
 import shutil
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from processes import ROOT, run_python
+from processes import ROOT, run_python, script
 
 import flashmhf
 from benchmarks import write_readme
@@ -49,6 +51,18 @@ def test_ci_runs_the_lines_of_the_readme_for_the_tests():
         pytest.skip("this is no git checkout")
     blocks = re.findall(r"```sh\n(.*?)```", read("README.md"), re.DOTALL)
     assert read(".ci/run").endswith(next(block for block in blocks if "pytest" in block))
+
+
+def test_versions_are_called_passed_where_a_set_of_today_ran(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nox", MagicMock())
+    noxfile = script("noxfile.py")
+    monkeypatch.chdir(ROOT)
+    assert noxfile.page(json.loads(read(noxfile.RECORD))["rows"]) == read(noxfile.PAGE)
+    row = {"torch": "2.99.0", "python": "3.99", "transformers": "5.99", "library": "", "commit": "abc", "failed": []}
+    rows = [{**row, "set": noxfile.SETS[0]}, {**row, "set": noxfile.SETS[1], "failed": ["test_x"]}, {**row, "set": "0"}]
+    shown = [line for line in noxfile.page(rows).splitlines() if line.startswith("| 2.")]
+    assert [line.count("2.99.0") for line in shown] == [1, 1] + [0] * (len(noxfile.SETS) - 2)
+    assert "passed, at abc" in shown[0] and "1 failed: test_x, at abc" in shown[1] and "not run" in shown[2]
 
 
 NUMBER = r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w])"  # not 26M, H100, fp8
