@@ -86,7 +86,7 @@ def replace_ffn(
     Args:
         model: any module with networks of gate_proj, up_proj, down_proj as in Llama, Mistral and Qwen, whole or a part.
             Mixtures of experts are left alone; a network under several names stays one.
-        num_heads: H; None for heads of 128 (the paper's choice), or of 64, 32 or 16.
+        num_heads: H; None for heads of 128 (the paper's choice), or of 64, 96, 32 or 16.
         num_subnets, subnet_dim: E and d_e, both or neither; None for equal parameters.
         num_layers: of the whole model; None for what a configuration within ``model`` says, or the number of networks.
         kwargs: further arguments of :class:`flashmhf.FlashMHF`.

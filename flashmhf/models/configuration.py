@@ -2,6 +2,7 @@
 @strict checks a field's type only if its annotation is a type, not a string.
 """
 
+import math
 from pathlib import Path
 
 from huggingface_hub.dataclasses import strict
@@ -31,6 +32,19 @@ __all__ = [{", ".join(f'"{name}"' for name in AUTO_CLASSES.values())}]
 '''
 
 
+def _num_subnets(intermediate_size: int, usual: int) -> int:
+    """Return E, a divisor of intermediate_size, for widths near ``usual``: those that fill the kernels' tiles
+    (multiples of 64) come before those that the kernels take (of 16), and these before all others.
+    """
+
+    def rank(count: int) -> tuple[bool, bool, float]:
+        width = intermediate_size // count
+        return width % 64 > 0, width % 16 > 0, abs(math.log(width / usual))
+
+    divisors = (count for count in range(1, intermediate_size + 1) if intermediate_size % count == 0)
+    return min(divisors, key=rank, default=1)
+
+
 @strict
 class FlashMHFConfig(LlamaConfig):
     """Configure a Llama with a choice of feed-forward network.
@@ -39,7 +53,8 @@ class FlashMHFConfig(LlamaConfig):
         ffn_type: "swiglu", "mh_ffn" (section 3.1), "flashmhf" (section 3.2), and section 4's "pkv" and "dense_moe".
         intermediate_size: d_ff = E d_e; a head's width for "mh_ffn", the keys of a head for "pkv".
         ffn_num_heads: H, a divisor of hidden_size, of multi-head networks; None as in :func:`flashmhf.replace_ffn`.
-        ffn_num_subnets: E, a divisor of intermediate_size, of "flashmhf" and "dense_moe"; None for d_e near 8/3 d_h.
+        ffn_num_subnets: E, a divisor of intermediate_size, of "flashmhf" and "dense_moe"; None for d_e near 8/3 d_h,
+            a multiple of 64 or else of 16 if there is one.
         ffn_num_kv_heads, ffn_q_norm, ffn_skip_linear: as in :class:`flashmhf.FlashMHF`; of "flashmhf" and "mh_ffn", as
             is a hidden_act "gelu", "relu" or "relu2" beside "silu".
         ffn_router_eps: the eps of the gate's normalisation.
@@ -76,9 +91,7 @@ class FlashMHFConfig(LlamaConfig):
             self.ffn_num_heads = default_num_heads(self.hidden_size)
         if self.ffn_num_subnets is None and self.ffn_type in _GATED:
             head_dim = self.hidden_size // max(1, self.ffn_num_heads or 1)
-            wanted = self.intermediate_size / default_subnet_dim(max(1, head_dim))
-            divisors = [count for count in range(1, self.intermediate_size + 1) if self.intermediate_size % count == 0]
-            self.ffn_num_subnets = min(divisors, key=lambda count: abs(count - wanted), default=1)
+            self.ffn_num_subnets = _num_subnets(self.intermediate_size, default_subnet_dim(max(1, head_dim)))
         if self.ffn_init is None:
             self.ffn_init = "normal" if self.ffn_type == "pkv" else DEFAULT_INIT
         if self.hidden_act == "swish":  # transformers' other name of it

@@ -18,8 +18,10 @@ from .network import constant
 
 
 def default_num_heads(d_model: int) -> int:
-    """Return H of heads of 128 (the paper's choice), or else of 64, 32 or 16; 1 if 16 does not divide d_model."""
-    return d_model // next((size for size in (128, 64, 32, 16) if d_model % size == 0), d_model)
+    """Return H of heads of 128 (the paper's choice), or else of 64 or 96, which every GPU back end has, or of 32 or 16;
+    1 if 16 does not divide d_model.
+    """
+    return d_model // next((size for size in (128, 64, 96, 32, 16) if d_model % size == 0), d_model)
 
 
 def default_subnet_dim(head_dim: int) -> int:

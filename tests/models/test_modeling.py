@@ -13,8 +13,9 @@ from processes import run_python
 from small_models import tiny
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
+from flashmhf import backends, quantize
 from flashmhf import models as lm
-from flashmhf import quantize
+from flashmhf.backends import hopper
 from flashmhf.models import FFN_TYPES, FlashMHFConfig, FlashMHFForCausalLM
 from flashmhf.models.presets import MIB, PRESETS, preset
 from flashmhf_recipes import tokenizer
@@ -257,12 +258,36 @@ def test_configuration_defaults():
     config = FlashMHFConfig(hidden_size=768, intermediate_size=1536, num_attention_heads=12)
     assert (config.ffn_num_heads, config.ffn_num_subnets, config.ffn_subnet_dim) == (6, 4, 384)
     assert config.ffn_type == "flashmhf"
-    assert FlashMHFConfig().ffn_subnet_dim == 344  # transformers builds one to tell what differs from the defaults
+    assert FlashMHFConfig().ffn_subnet_dim == 256  # transformers builds one to tell what differs from the defaults
     assert FlashMHFConfig(ffn_type="dense_moe").ffn_num_subnets == 1
-    # of 64, 64, 32 and 128: sizes that the kernels have
-    for width, heads in ((64, 1), (576, 9), (960, 15), (1056, 33), (1152, 9)):
+    # of 64, 64, 64, 96 and 128: sizes that the kernels have
+    for width, heads in ((64, 1), (576, 9), (960, 15), (1056, 11), (1152, 9)):
         assert FlashMHFConfig(hidden_size=width, num_attention_heads=1, intermediate_size=64).ffn_num_heads == heads
     assert FlashMHFConfig(ffn_router_eps=0).ffn_router_eps == 0  # a whole number
+
+
+# of common Llamas and of the paper's SwiGLU: hidden_size, intermediate_size
+LLAMAS = [(4096, 11008), (5120, 13824), (4096, 14336), (2048, 5504), (3584, 18944), (1536, 8960), (2560, 6912)]
+LLAMAS += [(1024, 2752), (768, 2048), (3072, 8192), (3200, 8640), (576, 1536), (960, 2560), (1056, 2800), (896, 4864)]
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_every_default_and_preset_is_a_network_that_the_kernels_take(monkeypatch, backend):
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper, "library", lambda: None)
+    llamas = {f"{d_model}/{width}": FlashMHFConfig(hidden_size=d_model, intermediate_size=width, num_attention_heads=1)
+              for d_model, width in LLAMAS}  # fmt: skip
+    configs = {"the default": FlashMHFConfig()} | llamas | {name: preset(name).config() for name in PRESETS}
+    for name, config in configs.items():
+        if config.ffn_type not in ("flashmhf", "mh_ffn") or (backend == "hopper" and name.endswith("-tiny")):
+            continue  # not the operator's; a model for trying things out on a CPU
+        sizes = {"d_h": config.hidden_size // config.ffn_num_heads}
+        sizes["d_e"] = config.ffn_subnet_dim or config.intermediate_size
+        for modules in (backends.BACKENDS, backends.FP8_BACKENDS):
+            assert modules[backend].why_not(torch.device("cuda"), torch.bfloat16, **sizes) is None, name
+        assert sizes["d_e"] % 64 == 0 or config.intermediate_size % 64, name  # of full tiles
 
 
 # Presets
