@@ -55,22 +55,29 @@ def chooses_hopper(
 
 def _select(known: dict[str, _T], backend: str, device, dtype, d_h: int, d_e: int, activation: str) -> _T:
     check_name(backend, names=("auto", *known))
-    reasons, automatic = {}, [name for name in known if name != REFERENCE]
+    reasons, automatic = [], [name for name in known if name != REFERENCE]
     for name in automatic if backend == "auto" else [backend]:
-        reasons[name] = known[name].why_not(device, dtype, d_h=d_h, d_e=d_e, activation=activation)
-        if reasons[name] is None:
+        reason = known[name].why_not(device, dtype, d_h=d_h, d_e=d_e, activation=activation)
+        if reason is None:
+            _warn_slow(device, name, tuple(reasons))
             return known[name]
-        if name == "hopper" and backend == "auto":
-            _warn_hopper_unused(device, reasons[name])
-    raise NotImplementedError(f"backend={backend!r} cannot run: {'; '.join(reasons.values())}")
+        reasons.append(reason)
+    raise NotImplementedError(f"backend={backend!r} cannot run: {'; '.join(reasons)}")
 
 
 @functools.cache
-def _warn_hopper_unused(device: torch.device, reason: str) -> None:
-    """Warn once per reason: a Hopper GPU without the Hopper kernels is slower than its owner expects."""
-    on_nvidia = device.type == "cuda" and torch.version.hip is None
-    if on_nvidia and torch.cuda.get_device_capability(device) == hopper.CAPABILITY:
-        warnings.warn(f"flashmhf: this Hopper GPU does not get the hopper back end: {reason}", stacklevel=2)
+def _warn_slow(device: torch.device, chosen: str, reasons: tuple[str, ...]) -> None:
+    """Warn once per reasons why a GPU did not get what comes before ``chosen``, if it is slower than its owner expects:
+    an NVIDIA GPU without its kernels, a Hopper GPU without the Hopper kernels.
+    """
+    if not reasons or device.type != "cuda" or torch.version.hip is not None:
+        return
+    if chosen == "eager":
+        found = f"this GPU gets the eager back end, plain PyTorch and slow: {'; '.join(reasons)}"
+        warnings.warn(f"flashmhf: {found}", stacklevel=2)
+    elif torch.cuda.get_device_capability(device) == hopper.CAPABILITY:
+        found = f"this Hopper GPU does not get the hopper back end: {'; '.join(reasons)}"
+        warnings.warn(f"flashmhf: {found}", stacklevel=2)
 
 
 @dataclass(frozen=True)

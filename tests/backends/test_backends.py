@@ -21,7 +21,7 @@ from flashmhf.testing import problem
 @pytest.fixture
 def uncached():
     """Selection without its cache before and after: these tests change what a back end says of itself."""
-    caches = (backends.select, backends.select_fp8, backends._warn_hopper_unused, hopper._load)
+    caches = (backends.select, backends.select_fp8, backends._warn_slow, hopper._load)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -56,7 +56,7 @@ def test_explicit_back_end_that_cannot_run(backend):
 @pytest.mark.parametrize(("select", "modules"), [("select", backends.BACKENDS), ("select_fp8", backends.FP8_BACKENDS)])
 def test_auto_takes_the_first_that_can(monkeypatch, uncached, select, modules):
     reasons = {"hopper": None, "triton": None}
-    monkeypatch.setattr(backends, "_warn_hopper_unused", lambda *args: None)  # asks the device
+    monkeypatch.setattr(backends, "_warn_slow", lambda *args: None)  # asks the device
     for name in reasons:
         monkeypatch.setattr(modules[name], "why_not", lambda *a, _name=name, **k: reasons[_name])
     for blocked, expected in ((None, "hopper"), ("hopper", "triton"), ("triton", "eager")):
@@ -66,20 +66,32 @@ def test_auto_takes_the_first_that_can(monkeypatch, uncached, select, modules):
         assert getattr(backends, select)("auto", torch.device("cuda"), torch.bfloat16, 64, 64) is modules[expected]
 
 
-def test_hopper_gpu_without_hopper_kernels_warns_once_per_reason(monkeypatch, uncached):
-    device = torch.device("cuda", 0)
-    reason = "no library"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(hopper, "why_not", lambda *a, **k: reason)
-    monkeypatch.setattr(triton, "why_not", lambda *a, **k: "not here")
-    with pytest.warns(UserWarning, match="does not get the hopper back end: no library"):
-        backends.select("auto", device, torch.bfloat16, 128, 384)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        backends.select("auto", device, torch.bfloat16, 128, 768)
-    reason = "d_h is 80"
-    with pytest.warns(UserWarning, match="d_h is 80"):
-        backends.select("auto", device, torch.bfloat16, 80, 384)
+@pytest.mark.parametrize(("capability", "triton_has", "message"), [
+    ((9, 0), True, "this Hopper GPU does not get the hopper back end: "),
+    ((9, 0), False, "this GPU gets the eager back end, plain PyTorch and slow: "),
+    ((8, 0), False, "this GPU gets the eager back end, plain PyTorch and slow: "),
+    ((8, 0), True, None),
+])  # fmt: skip
+def test_gpu_that_is_slower_than_its_owner_expects_warns_once_per_reason(
+    monkeypatch, uncached, capability, triton_has, message
+):
+    device, reason = torch.device("cuda", 0), "no library"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    for modules in (backends.BACKENDS, backends.FP8_BACKENDS):
+        monkeypatch.setattr(modules["hopper"], "why_not", lambda *a, **k: reason)
+        monkeypatch.setattr(modules["triton"], "why_not", lambda *a, **k: None if triton_has else "not here")
+
+    def said(select=backends.select, backend: str = "auto") -> list[str]:
+        select.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            select(backend, device, torch.bfloat16, 128, 384)
+        return [str(warning.message) for warning in caught]
+
+    assert said(backend="eager") == []  # asked for
+    for reason in ("no library", "another"):
+        expected = [f"flashmhf: {message}{reason}{'' if triton_has else '; not here'}"] if message else []
+        assert said() == expected and said() == said(backends.select_fp8) == []
 
 
 @pytest.mark.parametrize(("module", "device", "capability", "dtype", "sizes", "reason"), [
