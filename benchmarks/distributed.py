@@ -9,7 +9,7 @@ One process per device, all started here, NVLink multicast off. The parts, in th
 module       the module by heads at the efficiency table's shape (T = 32,256), over 2, 4, 8 ranks, against one GPU
 compiled     the compiled module by heads over all ranks: an all-reduce; sequence parallelism; the same, asynchronous
 collectives  all-gather, reduce-scatter and all-reduce of bf16 tensors
-train        the models of 1.3B on one GPU (each process trains alone), under FSDP2, tensor parallelism, and both
+train        models of --scale on one GPU (each process trains alone), under FSDP2, tensor parallelism, and both
 
 A layout is "fsdp2 N", "tp N" or "fsdp2 M x tp N" over all ranks, made by the recipe (flashmhf_recipes.layout). Training
 has --micro-batch sequences per group of ranks that see the same ones. ``x_one`` is the speed-up over one GPU; of
@@ -84,7 +84,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12, help="of train, without the first ones that do not count (12)")
     parser.add_argument("--length", type=int, help="tokens of a sequence of train (4096)")
     parser.add_argument("--micro-batch", type=int, default=4, help="of train (4)")
-    parser.add_argument("--subjects", nargs="+", default=FFNS, help='of train; also such as "flashmhf 21 layers"')
+    parser.add_argument("--scale", default="1.3b", help="of train: a preset's, or 7b (1.3b)")
+    parser.add_argument(
+        "--subjects", nargs="+", default=FFNS, help='of train; also such as "flashmhf 21 layers", "swiglu:networks"'
+    )
+    parser.add_argument("--fused-loss", action="store_true", help="of train: a loss that never holds all logits")
     parser.add_argument("--layouts", nargs="+", metavar="NAME", help='of train, such as "fsdp2 4" (all)')
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="no part goes on after it")
     options = parser.parse_args(arguments)
@@ -279,8 +283,10 @@ def config_of(job: Job, subject: str, scale: str) -> tuple[FlashMHFConfig, list[
 def train(job: Job) -> Iterator[dict]:
     speed: dict[str, float] = {}
     for ffn in job.options.subjects:
-        config, heads = config_of(job, ffn, "1.3b")
-        settings = {"length": job.options.length, "compiled": job.gpu}
+        name, _, checkpointed = ffn.partition(":")  # as --ways of benchmarks.run
+        config, heads = config_of(job, name, job.options.scale)
+        settings = {"length": job.options.length, "compiled": job.gpu, "fused_loss": job.options.fused_loss}
+        settings["checkpointing"] = {"blocks": True}.get(checkpointed, checkpointed)
         for layout_name, layout in job.layouts(*heads).items():
             if layout_name not in (job.options.layouts or [layout_name]):
                 continue
@@ -382,7 +388,9 @@ def main(arguments: list[str] | None = None) -> int:
         described = folder / "environment.json"
         where = json.loads(described.read_text()) if described.exists() else environment.describe(torch.device("cpu"))
         record = {"suite": "distributed", "environment": where, "rows": []}
-        record["settings"] = {name: getattr(options, name) for name in ("ranks", "steps", "length", "micro_batch")}
+        record["settings"] = {
+            name: getattr(options, name) for name in ("ranks", "steps", "scale", "length", "micro_batch")
+        }
         for part in PARTS:
             path = folder / f"{part}.json"
             record["rows"] += json.loads(path.read_text()) if path.exists() else []

@@ -31,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -60,6 +61,13 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, object]:
     )
     parser.add_argument("--base", metavar="FOLDER_OR_COMMIT", help="another build to measure in turn with this one")
     parser.add_argument("--turns", type=int, default=2, help="with --base: how often each cell is measured (2)")
+    parser.add_argument(
+        "--apart",
+        type=float,
+        metavar="SECONDS",
+        help="measure each cell in a process of its own, which ends after them",
+    )
+    parser.add_argument("--memory", type=float, metavar="GIB", help="use no more of a GPU")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument(
@@ -83,6 +91,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, object]:
 def make_context(options: argparse.Namespace):
     from .harness.measure import Context
 
+    if options.memory:
+        whole = torch.cuda.get_device_properties(options.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * 2**30 / whole), options.device)
     return Context(
         options.device, DTYPES[options.dtype], rounds=options.rounds, window_seconds=options.window,
         deadline=time.monotonic() + options.budget, log=lambda line: print(line, file=sys.stderr, flush=True),
@@ -92,33 +103,33 @@ def make_context(options: argparse.Namespace):
 def new_record(options: argparse.Namespace) -> dict:
     from .harness import environment
 
-    settings = {name: getattr(options, name) for name in ("dtype", "rounds", "window", "parts")}
+    settings = {name: getattr(options, name) for name in ("dtype", "rounds", "window", "parts", "memory")}
     return {
         "suite": options.suite, "environment": environment.describe(options.device), "settings": settings, "rows": [],
     }  # fmt: skip
 
 
-def measure(options: argparse.Namespace, suite, save: Callable[[dict], None]) -> dict:
+def measure(options: argparse.Namespace, arguments: list[str], suite, save: Callable[[dict], None]) -> dict:
     """The record of this build."""
     from .harness import measure as harness
 
     context, record, start = make_context(options), new_record(options), time.monotonic()
     cells = suite.cells(options, context)
-    record["before"] = harness.yardstick(context)
-    for cell in cells:
-        rows = cell.measure(context)
+    record["before"] = {} if options.apart else harness.yardstick(context)
+    for index, cell in enumerate(cells):
+        rows = apart(index, cell, options, arguments, context) if options.apart else cell.measure(context)
         record["rows"] += rows
         record["seconds"] = round(time.monotonic() - start, 1)
         for row in rows:
             context.log(line(row))
         save(record)
     harness.clear(context.device)
-    record["after"] = harness.yardstick(context)
+    record["after"] = {} if options.apart else harness.yardstick(context)
     save(record)
     return record
 
 
-# Two builds
+# Other processes
 
 
 class Worker:
@@ -149,6 +160,25 @@ class Worker:
     def end(self) -> None:
         self.process.stdin.close()
         self.process.wait(60)
+
+
+def apart(index: int, cell, options: argparse.Namespace, arguments: list[str], context) -> list[dict]:
+    """The rows of a cell, measured by a process that has the GPU's memory for itself."""
+    row = {**cell.row, "subject": cell.row.get("subject", "all")}
+    if time.monotonic() > context.deadline:
+        return [row | {"status": "skipped", "reason": "the time budget was used up"}]
+    worker = Worker(ROOT, arguments)
+    limit = threading.Timer(options.apart, worker.process.kill)
+    limit.start()
+    try:
+        worker.answer()
+        return worker.rows(index)
+    except (RuntimeError, OSError) as error:
+        late = f"not finished within --apart {options.apart:g}" if limit.finished.is_set() else str(error)
+        return [row | {"status": "failed", "reason": late}]
+    finally:
+        limit.cancel()
+        worker.end()
 
 
 def serve(arguments: list[str]) -> None:
@@ -231,7 +261,7 @@ def measured(row: dict) -> dict[str, float]:
         found["ms"] = row["ms"]["p50"]
         if "p80" in row["ms"]:
             found["± %"] = 50 * (row["ms"]["p80"] - row["ms"]["p20"]) / row["ms"]["p50"]
-    for name in ("tflops", "gb_per_s", "tokens_per_s", "mfu", "error", "host_ms"):
+    for name in ("gpu_ms", "tflops", "gb_per_s", "tokens_per_s", "mfu", "error", "host_ms"):
         if row.get(name) is not None:
             found[name] = row[name]
     memory = row.get("memory_mib")
@@ -313,7 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
         record = compare(options, arguments, save)
         text = differences(record)
     else:
-        record = measure(options, suite, save)
+        record = measure(options, arguments, suite, save)
         text = getattr(suite, "report", report)(record)
     from .harness.markdown import conditions
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -158,3 +159,32 @@ def peak_tensor_bytes(run: Pass) -> int:
             allocated += event.nbytes()
             peak = max(peak, allocated)
     return peak
+
+
+class KernelTimes(NamedTuple):
+    """Nanoseconds in which kernels run, collectives do, and others do: at once counts once."""
+
+    all: int
+    collectives: int
+    others: int
+
+
+def kernels(run: Pass) -> KernelTimes:
+    """The GPU's time for one ``run``, however long the host takes for it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    events, cuda = profile.profiler.kineto_results.events(), torch.autograd.DeviceType.CUDA
+    spans = {True: [], False: []}
+    for event in (event for event in events if event.device_type() == cuda):
+        spans["nccl" in event.name().lower()].append((event.start_ns(), event.start_ns() + event.duration_ns()))
+    return KernelTimes(*map(covered, (spans[True] + spans[False], spans[True], spans[False])))
+
+
+def covered(spans: list[tuple[int, int]]) -> int:
+    """The length of the union of intervals."""
+    total, end = 0, -(1 << 62)
+    for start, stop in sorted(spans):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Iterator
@@ -22,12 +23,17 @@ from . import timing
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 RATE, WARM_UP_RATE = 1e-3, 1000  # reached linearly within so many steps
-WARM_UP = 3  # steps that hold the compilation
+WARM_UP = 2  # steps that hold the compilation
 ALONE = Layout(1, 1, 1)
 
 
 RUNS = Path(__file__).resolve().parents[2] / "experiments/results/runs.jsonl"
 VOCABULARY = 16_384  # of the models of RUNS
+LARGER = {  # the scale "7b": what differs from the 1.3B presets
+    "flashmhf": {"hidden_size": 4096, "num_hidden_layers": 27, "ffn_num_heads": 32, "ffn_num_subnets": 29}
+    | {"intermediate_size": 29 * 384},
+    "swiglu": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 11_008},
+}
 TRAINED = {  # (subject, scale): a model of RUNS
     ("flashmhf", "26m"): "long-flash128-8L-zero-lr5",
     ("swiglu", "26m"): "long-swiglu-9L-zero-lr5",
@@ -53,16 +59,18 @@ def configuration(subject: str, scale: str, **sizes: object) -> FlashMHFConfig:
             "ffn_num_subnets": run["subnets"], "tie_word_embeddings": True,
         } | sizes)  # fmt: skip
     ffn, *words = subject.split()
-    model, layers = preset(f"{ffn}-{scale}"), next((int(word) for word in words if word.isdigit()), None)
+    scale, larger = ("1.3b", LARGER[ffn]) if scale == "7b" else (scale, {})
+    model = functools.partial(preset(f"{ffn}-{scale}").config, **larger)
+    layers = next((int(word) for word in words if word.isdigit()), None)
     if layers is not None:
-        config = model.config()
+        config = model()
         subnet = config.hidden_size * (3 * config.ffn_subnet_dim + 1)  # in all heads, with its column of the router
         rest = 6 * config.hidden_size**2  # attention, W_in and W_out
         parameters = config.num_hidden_layers * (rest + config.ffn_num_subnets * subnet)
         subnets = round((parameters / layers - rest) / subnet)
         width = subnets * config.ffn_subnet_dim
         sizes = {"num_hidden_layers": layers, "ffn_num_subnets": subnets, "intermediate_size": width} | sizes
-    return model.config(**sizes)
+    return model(**sizes)
 
 
 def trainable(subject: str, scale: str, length: int, **sizes: object) -> FlashMHFConfig:
@@ -86,11 +94,12 @@ class Training:
     """The training of a model on this process's device alone or over all processes.
 
     checkpointing: True for whole blocks, "networks" for their feed-forward networks alone.
+    fused_loss: liger-kernel's, which never holds all logits.
     """
 
     def __init__(
         self, config: FlashMHFConfig, device: torch.device, layout: Layout = ALONE, *, length: int,
-        compiled: bool = False, checkpointing: bool | str = False,
+        compiled: bool = False, checkpointing: bool | str = False, fused_loss: bool = False,
     ):  # fmt: skip
         self.device, self.layout, self.length = device, layout, length
         self.processes = layout.data_processes * layout.tp
@@ -104,6 +113,10 @@ class Training:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.flops = training_flops_per_token(self.model, length)
         self.parameters = sum(p.numel() for p in self.model.parameters())
+        if fused_loss:
+            from flashmhf_recipes import fused_loss as fused
+
+            fused.apply(self.model)
         if layout.sharded:
             layout.shard(self.model, device.type, compiled)
         elif compiled:
@@ -167,25 +180,5 @@ def batches(vocabulary: int, sequences: int, length: int, steps: int) -> Iterato
 
 def open_communication(training: Training, batch: torch.Tensor) -> dict[str, float]:
     """Milliseconds of a further step in which collectives run, and in which no other kernel does."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        training.step(batch)
-        torch.cuda.synchronize()
-    events, cuda = profile.profiler.kineto_results.events(), torch.autograd.DeviceType.CUDA
-    kernels = [event for event in events if event.device_type() == cuda]
-    spans = {True: [], False: []}
-    for event in kernels:
-        spans["nccl" in event.name().lower()].append((event.start_ns(), event.start_ns() + event.duration_ns()))
-    communication, all_of_them = covered(spans[True]), covered(spans[True] + spans[False])
-    return {
-        "communication_ms": communication / 1e6,
-        "open_communication_ms": (all_of_them - covered(spans[False])) / 1e6,
-    }
-
-
-def covered(spans: list[tuple[int, int]]) -> int:
-    """The length of the union of intervals."""
-    total, end = 0, -(1 << 62)
-    for start, stop in sorted(spans):
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return total
+    found = timing.kernels(functools.partial(training.step, batch))
+    return {"communication_ms": found.collectives / 1e6, "open_communication_ms": (found.all - found.others) / 1e6}

@@ -138,6 +138,10 @@ class HostCell:
 
     tokens: int
 
+    @property
+    def row(self) -> dict:
+        return {"T": self.tokens}
+
     def measure(self, context: Context) -> list[dict]:
         modules = queued(context.device, context.dtype)
         x = torch.randn(self.tokens, SIZES[0], device=context.device, dtype=context.dtype)
@@ -156,7 +160,7 @@ class HostCell:
             for key in order:
                 seconds[key].append(queue_time(runs[key], filler))
             order.append(order.pop(0))
-        row = {"T": self.tokens, "status": "ok", "timing": "host clock"}
+        row = self.row | {"status": "ok", "timing": "host clock"}
         rows = []
         for (name, direction), times in seconds.items():
             ratios = [a / b for a, b in zip(times, seconds["swiglu compiled", direction], strict=True)]

@@ -1,7 +1,7 @@
 """Whole language models of FlashMHF beside SwiGLU with random weights: prefill, generation by transformers, training.
 
-Beside the presets' scales there are "26m", "57m" and "58m": the models whose losses docs/quality.md compares, the last
-with FlashMHF of 10 and 11 layers beside 12 of SwiGLU. ``--layers 21`` adds FlashMHF with 21 layers and as many
+Beside the presets' scales there are "7b", and "26m", "57m" and "58m": the models whose losses docs/quality.md compares,
+the last with FlashMHF of 10 and 11 layers beside 12 of SwiGLU. ``--layers 21`` adds FlashMHF with 21 layers and as many
 parameters to presets.
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
 import time
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from flashmhf import quantize
@@ -27,7 +29,7 @@ from .fp8 import Fp8SwiGLU
 FFNS = ("flashmhf", "swiglu")
 NEW = 128  # tokens generated
 CACHES = ("static", "dynamic")  # transformers compiles the model for the first
-RECOMPUTED = "swiglu, networks checkpointed"
+CHECKPOINTED = {"": False, "blocks": True, "networks": "networks"}  # what backward computes again, as rows have it
 BATCHES = {"prefill": (1, 8), "generate": (1, 8, 32), "train": (8,)}
 SMALLER = {("train", "1.3b"): (4,)}  # what fits into 80 GB without checkpointing
 FP8_DISTANCE = 0.3  # at most, of FP8 logits from those of bf16, relative L2
@@ -36,6 +38,17 @@ FP8_DISTANCE = 0.3  # at most, of FP8 logits from those of bf16, relative L2
 def build(subject: str, scale: str, context: Context, **sizes):
     with context.device:
         return AutoModelForCausalLM.from_config(configuration(subject, scale, **sizes), dtype=context.dtype).eval()
+
+
+@torch.no_grad()
+def in_fp8(model: nn.Module, subject: str, ids: torch.Tensor) -> nn.Module:
+    """The model, with networks in FP8 where its subject says so. Raises RedCheckError for logits far from before."""
+    if subject.endswith(" fp8"):
+        expected = model(ids, logits_to_keep=1).logits.double()
+        for layer in model.model.layers:
+            layer.mlp = Fp8SwiGLU(layer.mlp) if subject == "swiglu fp8" else quantize.to_fp8(layer.mlp)
+        require({"FP8 logits": relative_l2(model(ids, logits_to_keep=1).logits, expected)}, FP8_DISTANCE)
+    return model
 
 
 def prompt(context: Context, batch: int, length: int) -> torch.Tensor:
@@ -56,9 +69,10 @@ def prefill_cell(
 
     @torch.no_grad()
     def prepare(network: str, compiled: bool, context: Context, ids: torch.Tensor) -> Prepared:
-        model = build(network, scale, context, max_position_embeddings=max(length, 4096))
-        run = torch.no_grad()(functools.partial(model, ids, use_cache=False, logits_to_keep=1))
+        model = build(network.removesuffix(" fp8"), scale, context, max_position_embeddings=max(length, 4096))
         row = {"parameters": sum(p.numel() for p in model.parameters())}
+        model = in_fp8(model, network, ids[:1])
+        run = torch.no_grad()(functools.partial(model, ids, use_cache=False, logits_to_keep=1))
         if compiled:
             expected = run().logits
             allow_many_graphs()
@@ -66,13 +80,15 @@ def prefill_cell(
                 block.compile(dynamic=False)
             row["error"] = require({"logits": relative_l2(run().logits, expected.double())}, 0.05)
         if (beyond := timing.peak_memory(run, context.device)) is not None:
-            row["memory_mib"] = (sum(p.nbytes for p in model.parameters()) + beyond) / 2**20
+            weights = itertools.chain(model.parameters(), model.buffers())
+            row["memory_mib"] = (sum(weight.nbytes for weight in weights) + beyond) / 2**20
+            row["gpu_ms"] = timing.kernels(run).all / 1e6
         return Prepared(run, 1, row)
 
     kinds = [(network, way == "compiled") for way in blocks for network in networks]
     subjects = {f"{network}{' compiled' * on}": functools.partial(prepare, network, on) for network, on in kinds}
     row = {"part": "prefill", "scale": scale, "batch": batch, "length": length}
-    faster = {"swiglu": ("swiglu", 1.0), "swiglu compiled": ("swiglu compiled", 1.0)}
+    faster = {name: (name, 1.0) for name in subjects if name.startswith("swiglu")}
     return Cell(row, subjects, lambda context: prompt(context, batch, length), faster_than=faster, window_scale=5)
 
 
@@ -82,16 +98,10 @@ def prefill_cell(
 @functools.cache
 @torch.no_grad()
 def generating(subject: str, scale: str, device: torch.device, dtype: torch.dtype):
-    """The model of a subject, for all cells. Raises RedCheckError for FP8 logits far from those of 16 bits."""
+    """The model of a subject, for all cells."""
     context = Context(device, dtype)
     model = build(subject.removesuffix(" fp8"), scale, context, max_position_embeddings=8192)
-    if "fp8" in subject:
-        ids = prompt(context, 1, 128)
-        expected = model(ids).logits.double()
-        for layer in model.model.layers:
-            layer.mlp = Fp8SwiGLU(layer.mlp) if subject == "swiglu fp8" else quantize.to_fp8(layer.mlp)
-        require({"FP8 logits": relative_l2(model(ids).logits, expected)}, FP8_DISTANCE)
-    return model
+    return in_fp8(model, subject, prompt(context, 1, 128))
 
 
 @dataclass(frozen=True)
@@ -109,10 +119,15 @@ class GenerateCell:
     new: int
     caches: tuple[str, ...] = CACHES
 
+    @property
+    def row(self) -> dict:
+        return {"part": "generate", "scale": self.scale, "batch": self.batch, "context": self.length, "new": self.new}
+
     def measure(self, context: Context) -> list[dict]:
-        row = {"part": "generate", "scale": self.scale, "batch": self.batch, "context": self.length, "new": self.new}
         rows = {
-            (cache, name): row | {"cache": cache, "subject": name} for name in self.subjects for cache in self.caches
+            (cache, name): self.row | {"cache": cache, "subject": name}
+            for name in self.subjects
+            for cache in self.caches
         }
         ids, times = prompt(context, self.batch, self.length), {}
         allow_many_graphs()
@@ -154,37 +169,33 @@ class GenerateCell:
 
 @dataclass(frozen=True)
 class TrainCell:
-    """Steps of all networks at one batch, eager or with every block compiled, with or without activation checkpointing.
-    ``RECOMPUTED`` is SwiGLU whose feed-forward networks alone are checkpointed.
-    """
+    """Steps of one network, eager or with every block compiled; ``checkpointed``: a key of CHECKPOINTED."""
 
     scale: str
     batch: int
     length: int
     steps: int
     compiled: bool
-    checkpointing: bool
-    networks: tuple[str, ...] = FFNS
+    fused_loss: bool
+    network: str
+    checkpointed: str
+
+    @property
+    def row(self) -> dict:
+        row = {"part": "train", "scale": self.scale, "batch": self.batch, "length": self.length}
+        row |= {"blocks": "compiled" if self.compiled else "eager", "checkpointing": CHECKPOINTED[self.checkpointed]}
+        return row | {"subject": self.network}
 
     def measure(self, context: Context) -> list[dict]:
-        row = {"part": "train", "scale": self.scale, "batch": self.batch, "length": self.length}
-        row |= {"blocks": "compiled" if self.compiled else "eager", "checkpointing": self.checkpointing}
-        rows = []
-        for network in (*self.networks, *([RECOMPUTED] if self.checkpointing else [])):
-            torch._dynamo.reset()
-            clear(context.device)
-            rows.append(row | {"subject": network} | attempt(functools.partial(self._train, network, context)))
-        done = {found["subject"]: found for found in rows if found["status"] == "ok"}
-        for name, found in done.items():
-            if name != "swiglu" and "swiglu" in done:
-                found["x_swiglu"] = done["swiglu"]["ms"]["p50"] / found["ms"]["p50"]
-        return rows
+        torch._dynamo.reset()
+        clear(context.device)
+        return [self.row | attempt(functools.partial(self._train, context))]
 
-    def _train(self, network: str, context: Context) -> dict:
-        config = trainable(network.partition(",")[0], self.scale, self.length)
-        checkpointing = "networks" if network == RECOMPUTED else self.checkpointing
-        settings = {"length": self.length, "compiled": self.compiled, "checkpointing": checkpointing}
-        return {"status": "ok"} | Training(config, context.device, **settings).measure(self.batch, self.steps)
+    def _train(self, context: Context) -> dict:
+        settings = {"length": self.length, "compiled": self.compiled, "fused_loss": self.fused_loss}
+        config = trainable(self.network, self.scale, self.length)
+        training = Training(config, context.device, **settings, checkpointing=CHECKPOINTED[self.checkpointed])
+        return {"status": "ok"} | training.measure(self.batch, self.steps)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -196,32 +207,40 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--contexts", type=int, nargs="+", metavar="N", help="tokens of a prompt or of a training sequence"
     )
-    parser.add_argument("--fp8", action="store_true", help="generate: also with feed-forward networks in FP8")
+    parser.add_argument("--fp8", action="store_true", help="generate, model: also with feed-forward networks in FP8")
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=CACHES, help="generate: both")
     parser.add_argument(
         "--blocks", nargs="+", choices=("eager", "compiled"), default=("eager", "compiled"),
         help="train and model: both",
     )  # fmt: skip
-    parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=("off", "on"), help="train: both")
+    parser.add_argument(
+        "--ways", nargs="+", metavar="NETWORK[:blocks|:networks]",
+        help='train: in this order; "swiglu:networks" is SwiGLU whose feed-forward networks alone are checkpointed',
+    )  # fmt: skip
+    parser.add_argument("--fused-loss", action="store_true", help="train: a loss that never holds all logits")
     parser.add_argument("--new", type=int, default=NEW, help=f"generate: tokens ({NEW})")
     parser.add_argument("--steps", type=int, default=10, help="train: steps that count (10)")
 
 
 def cells(options: argparse.Namespace, context: Context) -> list:
-    settings = [(blocks == "compiled", on == "on") for blocks in options.blocks for on in options.checkpointing]
     found = []
     for part in options.parts:
         for scale in options.scales:
             ours = [name for name, its in TRAINED if its == scale and name != "swiglu"] or ["flashmhf"]
             networks = (*ours, *(f"flashmhf {layers} layers" for layers in options.layers), "swiglu")
+            ways = options.ways or (*networks, *(f"{network}:blocks" for network in networks), "swiglu:networks")
+            networks += ("flashmhf fp8", "swiglu fp8") if options.fp8 else ()
             for length in options.contexts or {"prefill": (4096,), "generate": (512,), "train": (4096,)}[part]:
                 for batch in options.batches or SMALLER.get((part, scale), BATCHES[part]):
                     size = scale, batch, length
                     if part == "prefill":
                         found.append(prefill_cell(*size, options.blocks, networks))
                     elif part == "generate":
-                        quantized = ("flashmhf fp8", "swiglu fp8") if options.fp8 else ()
-                        found.append(GenerateCell(*size, networks + quantized, options.new, tuple(options.caches)))
+                        found.append(GenerateCell(*size, networks, options.new, tuple(options.caches)))
                     else:
-                        found += [TrainCell(*size, options.steps, *setting, networks) for setting in settings]
+                        settings = [
+                            (options.steps, blocks == "compiled", options.fused_loss) for blocks in options.blocks
+                        ]
+                        parted = [(name, kind) for name, _, kind in (way.partition(":") for way in ways)]
+                        found += [TrainCell(*size, *setting, *way) for setting in settings for way in parted]
     return found

@@ -20,7 +20,7 @@ def training_cells(record: dict) -> dict[tuple[str, bool], dict[tuple, dict[str,
 def training(records: Records) -> str:
     """A line per setting of compiled models, both in it; a model that did not run has no figures."""
     record, lines = records["train"], []
-    compiled = [row for row in record["rows"] if row["blocks"] == "compiled"]
+    compiled = [row for row in record["rows"] if row["blocks"] == "compiled" and row["checkpointing"] != "networks"]
     for (scale, checkpointing, batch, length), rows in by_scale(compiled, "checkpointing", "batch", "length"):
         pair = [rows.get(name, {}) for name in ("flashmhf", "swiglu")]
         speeds = [row.get("tokens_per_s") for row in pair]
@@ -38,13 +38,13 @@ def training_depth(records: Records) -> str:
     """A line per depth of the 1.3B model in training, against SwiGLU's 24 layers."""
     record, lines = records["train_depth"], []
     found = {(row["subject"], row["checkpointing"]): row for row in record["rows"]}
-    titles = {"swiglu": "SwiGLU, 24", "swiglu, networks checkpointed": "the same, its networks checkpointed"}
-    titles |= {"flashmhf": "FlashMHF, 20"} | {f"flashmhf {each} layers": f"FlashMHF, {each}" for each in (21, 22)}
-    for subject, title in titles.items():
+    titles = {"SwiGLU, 24": "swiglu", "the same, its networks checkpointed": "swiglu", "FlashMHF, 20": "flashmhf"}
+    titles |= {f"FlashMHF, {each}": f"flashmhf {each} layers" for each in (21, 22)}
+    for title, subject in titles.items():
         cells = [title]
-        for checkpointed in (False, True):
-            row = found.get((subject, checkpointed), {})
-            speed = ratio(row.get("tokens_per_s"), found["swiglu", checkpointed]["tokens_per_s"])
+        for way, beside in ((None, False), ("networks", True)) if "networks" in title else ((False,) * 2, (True,) * 2):
+            row = found.get((subject, way), {})
+            speed = ratio(row.get("tokens_per_s"), found["swiglu", beside]["tokens_per_s"])
             memory = ratio(row.get("memory_mib"), 1024)
             cells += [fixed(row.get("tokens_per_s"), 0), fixed(speed, 2), fixed(memory, 1)]
         lines.append(cells)

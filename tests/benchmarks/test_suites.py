@@ -134,9 +134,23 @@ def test_whole_models(capsys, monkeypatch):
         assert run.main(["--suite", suite, *tiny_models, "--layers", "3", *more]) == 0
         out = capsys.readouterr().out
         for subject in ("flashmhf", "flashmhf 3 layers", "swiglu"):
-            assert f" {subject} |" in out and "failed" not in out and "÷ swiglu" in out
-        assert (" swiglu, networks checkpointed |" in out) == (suite == "train")
+            assert f" {subject} |" in out and "failed" not in out and ("÷ swiglu" in out) == (suite != "train")
+        assert (" networks | swiglu |" in re.sub(" +", " ", out)) == (suite == "train")
         assert (" dynamic | flashmhf |" in re.sub(" +", " ", out)) == (suite == "generate")
+
+
+def test_cells_in_processes_of_their_own(tmp_path, capsys):
+    """Ways of training one after the other; one that takes too long is ended, and one without time is not begun."""
+    rows = ["--suite", "train", *FAST, "--scales", "tiny", "--contexts", "16", "--batches", "2", "--blocks", "eager"]
+    rows += ["--steps", "1", "--ways", "flashmhf", "swiglu:networks", "flashmhf 3 layers:blocks"]
+    assert run.main([*rows, "--apart", "200", "--out", str(tmp_path / "ways")]) == 0
+    found = json.loads((tmp_path / "ways_cpu.json").read_text())["rows"]
+    ways = [("flashmhf", False), ("swiglu", "networks"), ("flashmhf 3 layers", True)]
+    assert [(row["subject"], row["checkpointing"]) for row in found] == ways and all(row["ms"] for row in found)
+    assert run.main([*rows, "--apart", "0.01"]) == 1 and run.main([*rows, "--apart", "9", "--budget", "0"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("failed: not finished within --apart 0.01") == 3
+    assert out.count("skipped: the time budget was used up") == 3
 
 
 def test_models_of_recorded_trainings_have_their_parameters():
@@ -150,6 +164,11 @@ def test_models_of_recorded_trainings_have_their_parameters():
         assert model.lm_head.weight is model.model.embed_tokens.weight
         found = sum(p.numel() for p in model.parameters()) - model.lm_head.weight.numel()
         assert found == recorded[run_name], (subject, scale)
+    for subject, layers, expected in (("flashmhf", 27, 6.829), ("flashmhf 28 layers", 28, 6.8), ("swiglu", 32, 6.889)):
+        with torch.device("meta"):
+            model = FlashMHFForCausalLM(configuration(subject, "7b"))
+        assert len(model.model.layers) == layers
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
