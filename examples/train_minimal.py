@@ -2,7 +2,7 @@
 
     pip install . && python examples/train_minimal.py
 
-Three lines differ from a SwiGLU model: `num_layers`, `param_groups` and `lr_scale`.
+Three lines differ from a SwiGLU model: `num_layers`, `param_groups` and `lr_share`.
 """
 
 import torch
@@ -41,7 +41,7 @@ with open(__file__, "rb") as file:
     text = torch.tensor(list(file.read()), device=device)  # this file's bytes
 for step in range(STEPS):
     for group in optimizer.param_groups:
-        group["lr"] = RATE * min(1, (step + 1) / WARMUP) * group["lr_scale"]  # the projections have a rate of their own
+        group["lr"] = RATE * min(1, (step + 1) / WARMUP) * group["lr_share"]  # the projections have a rate of their own
     starts = torch.randint(len(text) - LENGTH - 1, (8, 1), device=device)
     batch = text[starts + torch.arange(LENGTH + 1, device=device)]
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):

@@ -100,12 +100,13 @@ class Muon(torch.optim.Optimizer):
     Args:
         params: groups with the key "muon". lr and weight_decay (decoupled) are for groups without their own; lr may be
             a tensor that a captured CUDA graph reads.
-        momentum: of Muon, at least 0 and below 1. betas, eps: AdamW's. capturable: whether a CUDA graph may capture it.
+        momentum: of Muon, at least 0 and below 1. betas, eps: AdamW's. A group's "momentum" and betas[0] are one value:
+            schedules may set either. capturable: whether a CUDA graph may capture a step.
         fused: whether AdamW's fused kernel runs; None runs it for groups whose parameters are all on a GPU.
 
     Raises ValueError for a group without "muon", a vector in a Muon group, amsgrad, differentiable, maximize in a Muon
     group, and the state of another optimizer; TypeError for integers or complex numbers in a Muon group. A step raises
-    RuntimeError for a sparse gradient.
+    RuntimeError for a sparse gradient and for flat parameters, before it changes any parameter.
     """
 
     def __init__(
@@ -127,9 +128,11 @@ class Muon(torch.optim.Optimizer):
         if "muon" not in param_group:
             supported = "groups with the key, as of flashmhf.param_groups(model, lr, weight_decay, muon=True)"
             raise ValueError(f"params: a group has no key 'muon'; supported: {supported}")
+        own = [key for key in _momentum_keys(param_group) if key in param_group]
         super().add_param_group(param_group)
         group = self.param_groups.pop()  # put back below, if it passes the checks
         _check("params: a group", group)
+        _join_momentum(group, (own or _momentum_keys(group))[0])
         for parameter in group["params"] if group["muon"] else ():
             found = "params: a group with muon=True holds a"
             if parameter.dim() < 2:
@@ -143,18 +146,17 @@ class Muon(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of :meth:`state_dict`. Raises ValueError if its groups follow other rules."""
-        groups = state_dict["param_groups"]
-        found, expected = ([group.get("muon") for group in each] for each in (groups, self.param_groups))
-        if found != expected:
-            raise ValueError(f"state_dict has groups with muon = {found}; this optimizer's have {expected}")
-        for group in groups:
-            _check("state_dict: a group", group)
-            expected = {"momentum"} if group["muon"] else {"step", "exp_avg", "exp_avg_sq"}
-            for index in group["params"]:
-                state = state_dict["state"].get(index) or {}  # empty without a gradient so far
-                if state and (lacking := sorted(expected - state.keys())):
-                    raise ValueError(f"state_dict lacks {', '.join(lacking)} of parameter {index}: another optimizer's")
-        super().load_state_dict(state_dict)
+        last = self.register_load_state_dict_pre_hook(_check_state)  # sees what the caller's hooks return
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            if "last_momentum" not in group:  # of an earlier version
+                _join_momentum(group, _momentum_keys(group)[0])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -169,15 +171,21 @@ class Muon(torch.optim.Optimizer):
     # Muon's time is in matrix products and AdamW's in one fused kernel: a compiler has nothing to gain.
     @never_compiled
     def _update(self) -> None:
+        for group in self.param_groups:  # all of them before any of them is stepped
+            _check("a group", group)
+            _join_momentum(group)
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    raise RuntimeError("flashmhf.Muon does not support sparse gradients; supported: sparse=False")
+                if group["muon"] and parameter.dim() < 2:
+                    found = f"a matrix has become a vector of {parameter.numel()} elements"
+                    cause = "as FullyShardedDataParallel and DeepSpeed's ZeRO make them"
+                    raise RuntimeError(f"{found}, {cause}; supported: fully_shard, which keeps shapes")
         for group in self.param_groups:
             alike: dict[Hashable, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                if parameter.grad.is_sparse:
-                    raise RuntimeError("flashmhf.Muon does not support sparse gradients; supported: sparse=False")
-                if group["muon"] and parameter.dim() < 2:  # FullyShardedDataParallel has come between
-                    raise RuntimeError("a matrix has become a vector; supported: fully_shard, which keeps shapes")
                 kind = (parameter.shape, parameter.dtype, parameter.device) if group["muon"] else ()
                 # AdamW's kernels take no DTensors beside plain tensors
                 layout = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else ()
@@ -219,8 +227,45 @@ class Muon(torch.optim.Optimizer):
         )  # fmt: skip
 
 
+def _momentum_keys(group: dict[str, Any]) -> list[str]:
+    """Return where a group may have its momentum, the usual place first."""
+    return ["momentum", "betas"] if group["muon"] else ["betas", "momentum"]
+
+
+def _join_momentum(group: dict[str, Any], key: str | None = None) -> None:
+    """Make "momentum" and betas[0] of a group one value: that of ``key``, or the one that has changed since last time.
+
+    Schedules of PyTorch set betas wherever the optimizer has some, training loops with Muon set "momentum".
+    """
+    values = {"momentum": group["momentum"], "betas": group["betas"][0]}
+    if key is None:
+        changed = {name: value for name, value in values.items() if value != group["last_momentum"]}
+        if len({*changed.values()}) > 1:
+            found = f"momentum = {values['momentum']} and betas[0] = {values['betas']}"
+            raise ValueError(f"a group got {found}; supported: one of them, they are the same value")
+        key = next(iter(changed), "momentum")
+    group["momentum"] = group["last_momentum"] = values[key]
+    group["betas"] = (values[key], *group["betas"][1:])
+
+
+def _check_state(optimizer: Muon, state_dict: dict[str, Any]) -> None:
+    """Raise ValueError if ``state_dict`` is another optimizer's."""
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    found, expected = ([group.get("muon") for group in each] for each in (groups, optimizer.param_groups))
+    if found != expected:
+        raise ValueError(f"state_dict has groups with muon = {found}; this optimizer's have {expected}")
+    for group in groups:
+        _check("state_dict: a group", group)
+        expected = {"momentum"} if group["muon"] else {"step", "exp_avg", "exp_avg_sq"}
+        for index in group["params"]:
+            # a parameter without a gradient so far has none
+            if index in states and (lacking := sorted(expected - states[index].keys())):
+                raise ValueError(f"state_dict lacks {', '.join(lacking)} of parameter {index}: another optimizer's")
+
+
 def _check(found: str, group: dict[str, Any]) -> None:
-    """Refuse settings of torch.optim.AdamW that a group may have and a step would pass over."""
+    """Refuse what a step would take for something else, and settings of torch.optim.AdamW that it would pass over."""
+    flag(f"{found}'s muon", group["muon"])
     for name in ("amsgrad", "differentiable", *(("maximize",) if group["muon"] else ())):
         if group.get(name):
             raise ValueError(f"{found} with muon={group['muon']} has {name}=True; supported: False")

@@ -29,13 +29,13 @@ def param_groups(
 
     Args:
         model: any module; every trainable parameter is in one group, shared ones once.
-        lr, weight_decay: of all but the projections. A loop that sets rates itself uses ``lr * group["lr_scale"]``.
+        lr, weight_decay: of all but the projections. A loop that sets rates itself uses ``lr * group["lr_share"]``.
         projection_rate: the share of ``lr`` that the projections get, above 0. None: 0.3, and 1.0 with ``muon``.
         muon: set "muon" in the groups, False for vectors, q_norm's weights, embeddings and output layers.
         outputs: with ``muon``, the output layers. None: what ``get_output_embeddings()`` of ``model`` or of a part
             says; without it the linear layers with as many output features as the largest embedding has rows.
 
-    Returns groups with "params", "lr", "lr_scale", "weight_decay", and "muon" if asked for. Raises TypeError if
+    Returns groups with "params", "lr", "lr_share", "weight_decay", and "muon" if asked for. Raises TypeError if
     ``model`` is not a module or a rate is not a number, ValueError for a negative rate, a projection_rate of 0, a model
     with FullyShardedDataParallel, and without ``outputs`` where the output layer cannot be told from others.
     """
@@ -63,7 +63,7 @@ def param_groups(
     made: list[dict[str, Any]] = []
     for (kind, is_matrix), members in ((key, members) for key, members in groups.items() if members):
         share, decay = rates[kind]
-        made.append({"params": members, "lr": lr * share, "lr_scale": share, "weight_decay": decay})
+        made.append({"params": members, "lr": lr * share, "lr_share": share, "weight_decay": decay})
         made[-1] |= {"muon": is_matrix} if muon else {}
     return made
 

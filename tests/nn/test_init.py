@@ -140,6 +140,23 @@ def test_a_step_decays_all_matrices_equally_and_moves_projections_less():
             torch.testing.assert_close(parameter.detach(), before[name] * (1 - lr * decay) - moved, msg=name)
 
 
+def timm_schedule(optimizer):
+    pytest.importorskip("timm.scheduler").CosineLRScheduler(optimizer, t_initial=10)
+
+
+@pytest.mark.parametrize("schedule", [
+    timm_schedule,
+    lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5),
+    lambda optimizer: [group.update(lr=1e-4 * group["lr_share"]) for group in optimizer.param_groups],
+], ids=["timm", "torch", "by hand"])  # fmt: skip
+def test_projections_learn_at_their_share_under_any_schedule(schedule):
+    module = flashmhf.FlashMHF(64, 2, 2, 16)
+    optimizer = torch.optim.AdamW(flashmhf.param_groups(module, 1e-3, 0.1))
+    schedule(optimizer)
+    rates = {parameter: group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert rates[module.in_proj.weight] == pytest.approx(0.3 * rates[module.k])
+
+
 @every_network
 def test_a_tool_may_take_each_modules_weights_when_its_constructor_ends(name, monkeypatch):
     """As deepspeed.zero.Init does: what a parent draws into its children afterwards is lost."""

@@ -216,6 +216,91 @@ def test_a_captured_step_is_the_eager_one():
     assert_equal(captured, eager, rtol=1e-3, atol=1e-5)
 
 
+def half_momentum_by_hand(optimizer):
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.5
+
+
+def half_momentum_by_a_schedule(optimizer):
+    torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=1.0, total_steps=10, base_momentum=0.1, max_momentum=0.5, div_factor=100
+    )
+
+
+@pytest.mark.parametrize("half", [half_momentum_by_hand, half_momentum_by_a_schedule])
+def test_whoever_sets_the_momentum_sets_that_of_both_kinds_of_groups(half):
+    """PyTorch's schedules write betas, loops with Muon write "momentum"."""
+    expected = make_model()
+    model = copy.deepcopy(expected)
+    optimizers = optimizer_of(expected, momentum=0.5, betas=(0.5, 0.95)), optimizer_of(model)
+    half(optimizers[1])
+    for seed, each in itertools.product(range(2), (0, 1)):
+        gradients((expected, model)[each], seed)
+        optimizers[each].step()
+    assert_equal(model, expected)
+    for group in optimizers[1].param_groups:
+        assert group["momentum"] == group["betas"][0] == 0.5
+    group["momentum"], group["betas"] = 0.6, (0.7, 0.95)
+    with pytest.raises(ValueError, match=r"momentum = 0.6 and betas\[0\] = 0.7; supported: one of them"):
+        optimizers[1].step()
+    assert_equal(model, expected)
+
+
+def test_a_group_of_its_own_momentum_and_a_state_of_an_earlier_version():
+    own = ({"momentum": 0.1}, True), ({"betas": (0.2, 0.3)}, True), ({}, True), ({"momentum": 0.4}, False)
+    groups = [{"params": [nn.Parameter(torch.ones(4, 4))], "muon": muon, **settings} for settings, muon in own]
+    optimizer = flashmhf.Muon(groups, momentum=0.8)
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.1, 0.95), (0.2, 0.3), (0.8, 0.95), (0.4, 0.95)]
+    assert optimizer.param_groups[0] is groups[0]
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        del group["last_momentum"]
+        group |= {"momentum": 0.7, "betas": (0.9, 0.95)}
+    optimizer.load_state_dict(state)
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.7, 0.7, 0.7, 0.9]
+
+
+def test_hooks_of_the_caller_see_a_state_before_it_is_checked():
+    model = make_model()
+    optimizer = optimizer_of(model)
+    gradients(model, 0)
+    optimizer.step()
+    older = copy.deepcopy(optimizer.state_dict())
+    for group in older["param_groups"]:
+        group["use_muon"] = group.pop("muon")
+
+    def translate(_, state):
+        state = copy.deepcopy(state)
+        for group in state["param_groups"]:
+            group["muon"] = group.pop("use_muon")
+        return state
+
+    def spoil(_, state):
+        return state | {"state": {index: {} for index in state["state"]}}
+
+    optimizer.register_load_state_dict_pre_hook(translate)
+    optimizer.load_state_dict(older)
+    optimizer.register_load_state_dict_pre_hook(spoil)
+    with pytest.raises(ValueError, match="state_dict lacks exp_avg, exp_avg_sq, step of parameter 0"):
+        optimizer.load_state_dict(older)
+    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 2
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_cannot_be_stepped_is_refused_before_any_group_is(order):
+    """Flat partitions, which wrappers such as DeepSpeed's ZeRO put in the place of a group's parameters."""
+    model = make_model()
+    optimizer = optimizer_of(model)
+    optimizer.param_groups[:] = optimizer.param_groups[::order]
+    gradients(model, 0)
+    group = next(group for group in optimizer.param_groups if group["muon"])
+    group["params"] = [nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in group["params"]]))]
+    before = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match="a matrix has become a vector of .* DeepSpeed's ZeRO .*; supported: fully_"):
+        optimizer.step()
+    assert_equal(model, before)
+
+
 def test_refusals():
     with pytest.raises(ValueError, match=r"muon=True holds a parameter of shape \[4\]"):
         flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4))], "muon": True}])
@@ -224,6 +309,8 @@ def test_refusals():
     for name, muon in (("maximize", True), ("amsgrad", False), ("differentiable", False)):
         with pytest.raises(ValueError, match=f"muon={muon} has {name}=True; supported: False"):
             flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4, 4))], "muon": muon, name: True}])
+    with pytest.raises(TypeError, match="a group's muon must be a bool, got str"):
+        flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4, 4))], "muon": "false"}])
     table = nn.Embedding(4, 4, sparse=True)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="does not support sparse gradients"):
