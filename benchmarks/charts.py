@@ -1,7 +1,12 @@
-"""Draws the charts of the documentation from the newest records: ``python -m benchmarks.charts``."""
+"""Draws the charts of the documentation from the newest records: ``python -m benchmarks.charts``.
+
+A chart has no ground of its own, and its colours follow the reader's: light ink on a dark page. It is as wide as a
+column of a page, so that a phone shrinks its labels by a third at most.
+"""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import matplotlib
@@ -12,69 +17,95 @@ from .records import Records
 from .tables.layers import Layers
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS, OTHERS = "#3949ab", "#9e9e9e"
+INK, OURS, OTHERS = "#24292f", "#3949ab", "#8c959f"
+ON_DARK = {INK: "#e6edf3", OURS: "#9fa8da", OTHERS: "#8b949e"}
 NAMES = {
-    "flashmhf_hopper": "flashmhf", "swiglu_compiled": "SwiGLU, compiled", "swiglu": "SwiGLU, eager",
-    "official": "official Triton kernel",
+    "flashmhf_hopper": "FlashMHF", "swiglu_compiled": "SwiGLU, compiled", "swiglu": "SwiGLU, eager",
+    "official": "authors' Triton kernel",
 }  # fmt: skip
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "flashmhf", "font.family": "sans-serif", "font.size": 9}
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "flashmhf", "font.family": "sans-serif", "font.size": 10,
+    "axes.titlesize": 10, "figure.facecolor": "none", "axes.facecolor": "none",
+    "axes.spines.top": False, "axes.spines.right": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+}  # fmt: skip
 
 
-def bars(axes, values: dict[str, float], title: str, unit: str) -> None:
+def bars(axes, values: dict[str, float], title: str) -> None:
     """Draw one horizontal bar per subject, ours first and in colour, each with its number."""
     names = [name for name in NAMES if name in values]
     bar = axes.barh(
         [NAMES[name] for name in names], [values[name] for name in names], color=[OURS, *[OTHERS] * (len(names) - 1)]
     )
-    axes.bar_label(bar, fmt=lambda value: f"{value:,.0f}" if value >= 10 else f"{value:.1f}", padding=3)
+    axes.bar_label(bar, fmt=lambda value: f"{value:,.0f}", padding=3)
     axes.invert_yaxis()
     axes.set_title(title, loc="left")
-    axes.set_xlabel(unit)
-    axes.margins(x=0.18)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xticks([])
+    axes.margins(x=0.2)
+    axes.spines["bottom"].set_visible(False)
 
 
 def overview(layers: Layers, length: int = 4032) -> Figure:
-    """Draw the forward's time and both memories at one length (batch 8)."""
-    figure = Figure(figsize=(10.5, 2.9), layout="constrained")
-    axes = figure.subplots(1, 3)
-
-    def values(what: str, group: str, left_out: str = "") -> dict[str, float]:
-        found = {name: getattr(layers, what)(group, name, length) for name in NAMES if name != left_out}
-        return {name: value for name, value in found.items() if value is not None}
-
-    bars(axes[0], values("ms", "latency"), f"Inference, {8 * length:,} tokens", "ms, all layers")
-    memory = "MiB per layer, beyond weights"
-    bars(axes[1], values("beyond", "latency", "official"), "Memory, inference", memory)
-    bars(axes[2], values("beyond", "training", "official"), "Memory, training", memory)
+    """Draw time and memory at one length (batch 8), in inference and in a training step: shorter is better."""
+    figure = Figure(figsize=(5.4, 5.6), layout="constrained")
+    figure.suptitle(f"{8 * length:,} tokens: shorter is better", x=0.02, ha="left", weight="bold")
+    panels = figure.subplots(4, 1, height_ratios=(4, 3, 3, 3))
+    for axes, (title, what, group) in zip(
+        panels,
+        (
+            ("Inference: ms for all layers", "ms", "latency"),
+            ("Training step: ms for all layers", "ms", "training"),
+            ("Memory in inference: MiB for one layer", "beyond", "latency"),
+            ("Memory in training: MiB for one layer", "beyond", "training"),
+        ),
+        strict=True,
+    ):
+        found = {name: getattr(layers, what)(group, name, length) for name in NAMES}
+        shown = {name: value for name, value in found.items() if value is not None}
+        bars(axes, {name: shown[name] for name in shown if what == "ms" or name != "official"}, title)
     return figure
 
 
-def speedup(layers: Layers) -> Figure:
-    """Draw how many times faster 20 FlashMHF layers are than 24 SwiGLU layers, by the number of tokens."""
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
+def speedup(layers: Layers, noise: float = 0.02) -> Figure:
+    """Draw how many times faster 20 FlashMHF layers are than 24 compiled SwiGLU layers, by the number of tokens, with
+    a band of ``noise``: what runs of one chip differ by."""
+    figure = Figure(figsize=(5.4, 3.2), layout="constrained")
     axes = figure.subplots()
-    for other, style in (("swiglu_compiled", "-"), ("swiglu", "--")):
-        points = {
-            layers.rows[group, other][size]["tokens"]: layers.ms(group, other, size)
-            / layers.ms(group, layers.ours, size)
-            for group in ("decode", "latency")
-            for size in layers.sizes(group)
-        }
-        tokens = sorted(points)
-        line = {"marker": "o", "markersize": 3, "color": OURS, "label": f"against {NAMES[other]}"}
-        axes.plot(tokens, [points[t] for t in tokens], style, **line)
+    points = {
+        layers.rows[group, "swiglu_compiled"][size]["tokens"]: layers.ms(group, "swiglu_compiled", size)
+        / layers.ms(group, layers.ours, size)
+        for group in ("decode", "latency")
+        for size in layers.sizes(group)
+    }
+    tokens = sorted(points)
+    ratios = [points[each] for each in tokens]
+    low, high = ([ratio * (1 + sign * noise) for ratio in ratios] for sign in (-1, 1))
+    axes.fill_between(tokens, low, high, color=OTHERS, alpha=0.3, linewidth=0)
+    axes.plot(tokens, ratios, color=OURS, linewidth=2.5)
     axes.axhline(1, color=OTHERS, linewidth=1)
-    axes.set(xlabel="tokens in the batch", ylabel="speed ÷ SwiGLU's", ylim=(0.9, None))
-    axes.set_xscale("log", base=2)
+    axes.annotate("SwiGLU's speed", (1, 1), xytext=(0, 3), textcoords="offset points", color=OTHERS)
+    axes.set(xlabel="tokens in the batch", ylabel="speed ÷ SwiGLU's", ylim=(0.98, None))
+    axes.set_xscale("log")
+    axes.set_xticks([1, 16, 256, 4096, 65536], ["1", "16", "256", "4k", "64k"])
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
     return figure
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write ``figure`` as an SVG file that is equal whenever its data are, under STYLE."""
-    FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
+    """Write ``figure`` as an SVG file that is equal whenever its data are, under STYLE, in colours of the page."""
+    text = io.StringIO()
+    FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None})
+    names = {INK: "ink", OURS: "ours", OTHERS: "others"}
+    drawn = text.getvalue()
+    for colour, name in names.items():
+        drawn = drawn.replace(colour, f"var(--{name})")
+    light, dark = (
+        "".join(f"--{name}:{colours[colour]};" for colour, name in names.items())
+        for colours in ({colour: colour for colour in names}, ON_DARK)
+    )
+    style = f"<style>:root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}</style>"
+    path.write_text(drawn.replace("<defs>", f"<defs>{style}", 1), encoding="utf-8")
 
 
 def main() -> int:

@@ -21,7 +21,8 @@ from runs import finished_runs, write_lines
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from benchmarks.write_readme import ROOT, renew
 
-RESULTS, PLOT = "experiments/results/runs.jsonl", "docs/assets/quality.svg"
+RESULTS = "experiments/results/runs.jsonl"
+PLOTS = "docs/assets/quality.svg", "docs/assets/quality_on_the_way.svg"
 LONG_DECAY = 0.1  # the weight decay of a long run where nothing else is said
 NETWORKS = {"swiglu": "SwiGLU", "flashmhf": "FlashMHF", "mh_ffn": "MH-FFN", "pkv": "PKV", "dense_moe": "Dense-MoE"}
 
@@ -37,41 +38,40 @@ def collect(files: Iterable[Path], results: Path) -> list[str]:
     return list(found)
 
 
-def plot(found: list[Row], path: Path) -> None:
-    """Draw FlashMHF's loss minus SwiGLU's: a line with point and interval per pair of finished models, long runs above,
-    and the long runs' ways there inset."""
+def plots(found: list[Row], folder: Path) -> None:
+    """Draw FlashMHF's loss minus SwiGLU's: PLOTS[0], a point and interval per pair of finished long trainings, and
+    PLOTS[1], the same difference on the way there."""
     import matplotlib
     from matplotlib.figure import Figure
 
     from benchmarks.charts import OTHERS, OURS, STYLE, save
 
-    chosen = sorted(pairs(found), key=lambda pair: (pair[0].is_long, pair[0].per_parameter, pair[0].layers))
+    long = sorted((pair for pair in pairs(found) if pair[0].is_long), key=lambda pair: -pair[0].layers / pair[1].layers)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 4), layout="constrained")
-        axes = figure.subplots()
-        inset = axes.inset_axes((0.07, 0.52, 0.56, 0.4))
+        ended = Figure(figsize=(5.4, 0.5 + 0.36 * len(long)), layout="constrained")
+        way = Figure(figsize=(5.4, 3), layout="constrained")
+        axes, lines = ended.subplots(), way.subplots()
+        for place, (ours, theirs) in enumerate(long):
+            each = differences(ours, theirs)
+            axes.errorbar(statistics.mean(each), place, xerr=interval(each), fmt="o", capsize=3, color=OURS)
+            style = {"color": OURS, "linewidth": 1.5, "alpha": 0.4 + 0.6 * place / max(1, len(long) - 1)}
+            if points := differences_on_the_way(ours, theirs):
+                line = [100 * tokens / ours.tokens for tokens in points], list(points.values())
+                lines.plot(*line, linestyle=("-", "--", "-.", ":")[place % 4], label=_pair_name(ours, theirs), **style)
+        axes.set_yticks(range(len(long)), [_pair_name(*pair) for pair in long])
+        axes.set(xlabel="FlashMHF's loss − SwiGLU's, nats: left is better", xlim=(-0.03, 0.03))
+        axes.set_ylim(-0.6, len(long) - 0.4)
         axes.axvline(0, color=OTHERS, linewidth=1)
-        inset.axhline(0, color=OTHERS, linewidth=1)
-        names, lines = [], iter(("-.", "-", "--", ":", (0, (5, 1))))
-        for place, (ours, theirs) in enumerate(chosen):
-            each, color = differences(ours, theirs), OURS if ours.is_long else OTHERS
-            middle = statistics.mean(each)
-            axes.errorbar(middle, place, xerr=interval(each), fmt="o", capsize=3, color=color, markersize=5)
-            depths = f"{ours.title.partition(',')[0]}, {ours.layers} for {theirs.layers}"
-            names.append(f"{depths} layers, {ours.per_parameter:.2g} tokens")
-            if way := differences_on_the_way(ours, theirs):
-                share = [tokens / ours.tokens for tokens in way]
-                inset.plot(share, list(way.values()), linestyle=next(lines), color=OURS, linewidth=1, label=depths)
-        axes.set_yticks(range(len(names)), names)
-        axes.set(xlabel="FlashMHF's loss − SwiGLU's, nats", ylim=(-0.6, len(names) - 0.4))
-        inset.set(ylim=(-0.02, 0.06), xlim=(0, 1))
-        inset.tick_params(labelsize=7)
-        inset.set_title("on the way, by the share of the training", fontsize=8, loc="left")
-        inset.legend(frameon=False, fontsize=7, ncols=2, loc="upper right", bbox_to_anchor=(1, 1.08))
         axes.grid(alpha=0.3, axis="x")
-        for part in (axes, inset):
-            part.spines[["top", "right"]].set_visible(False)
-        save(figure, path)
+        lines.set(xlabel="share of the training, %", ylabel="difference, nats", ylim=(-0.02, 0.06), xlim=(0, 100))
+        lines.axhline(0, color=OTHERS, linewidth=1)
+        lines.legend(frameon=False, fontsize=9)
+        for figure, name in zip((ended, way), PLOTS, strict=True):
+            save(figure, folder / name)
+
+
+def _pair_name(ours: Row, theirs: Row) -> str:
+    return f"{ours.title.partition(',')[0]}, {ours.layers} layers for {theirs.layers}"
 
 
 def network(row: Row) -> str:
@@ -175,7 +175,7 @@ def document(root: Path, check: bool) -> int:
     found = rows([root / RESULTS])
     stale = renew(root, BLOCKS, found, "experiments/report.py", check)
     if not check:
-        plot(found, root / PLOT)
+        plots(found, root)
         return 0
     for name in stale:
         print(f"{name} disagrees with {RESULTS}: run python experiments/report.py document", file=sys.stderr)
