@@ -36,6 +36,7 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
         "prefill": layers.headline,
         "decode": layers.decode,
         "implementations": layers.implementations,
+        "paper": layers.beside_the_paper,
         "models": models.prefill,
     },
     "docs/api.md": {"deterministic": kernels.deterministic},

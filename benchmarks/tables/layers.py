@@ -76,6 +76,30 @@ def implementations(records: Records) -> str:
     return f"{table(['implementation', *parts], lines)}\n\n{machine(what, layers.record)}"
 
 
+# The paper's table of efficiency (an H100): length -> ms of FlashMHF and SwiGLU, MB of a layer of each
+PRINTED = {
+    192: (6.80, 6.24, 184.1, 251.0), 768: (24.40, 24.72, 286.5, 606.0), 1920: (59.60, 63.12, 491.2, 1306.0),
+    4032: (126.40, 127.44, 866.3, 2592.0), 16128: (497.40, 535.20, 3016.2, 9966.0),
+}  # fmt: skip
+
+
+def beside_the_paper(records: Records) -> str:
+    """The paper's times and memory beside ours, with SwiGLU eager as there, and compiled."""
+    layers, lines = Layers(records), []
+    for length, (ours, theirs, mb, their_mb) in PRINTED.items():
+        names = (layers.ours, "swiglu", SWIGLU)
+        ms = [layers.ms("latency", name, length) for name in names]
+        total = [layers.rows["latency", name][length]["memory_mib"]["total"] for name in names]
+        printed = [fixed(ours, 1), fixed(theirs, 1), fixed(theirs / ours, 2), f"{mb / their_mb:.2f}"]
+        found = [*(fixed(each, 1) for each in ms), *(fixed(each / ms[0], 2) for each in ms[1:])]
+        lines.append([f"{length:,}", *printed, *found, f"{total[0] / total[1]:.2f}"])
+    paper = ["FlashMHF, ms", "SwiGLU, ms", "speed ÷", "memory ÷"]
+    header = ["length", *(f"paper: {name}" for name in paper)]
+    header += ["here: FlashMHF, ms", "SwiGLU, eager", "compiled", "speed ÷ eager", "÷ compiled", "memory ÷ eager"]
+    what = "Batch 8, all layers; memory is that of one layer with weights and input. The paper's GPU is an H100, too"
+    return f"{table(header, lines)}\n\n{machine(what, layers.record)}"
+
+
 SHOWN = (1, 16, 64, 256, 1024)  # tokens of the page's table on decode; the records have more
 
 
