@@ -44,11 +44,13 @@ using Clusters = std::array<int, max_slices>;
 constexpr Clusters h200_clusters{132, 66, 39, 30, 22, 17, 15, 15};
 
 py::dict forward_plan(int64_t batch, int64_t length, int heads, int head_dim, int subnets, int64_t subnet_dim, bool fp8,
-                      const Clusters &clusters, int group, bool may_bundle, int large_clusters) {
+                      const Clusters &clusters, int group, bool may_bundle, int large_clusters, int slices, int row_ctas, int consumers,
+                      int abreast) {
     const Shape shape{batch, length, heads, head_dim, subnets, subnet_dim, group};
     const Device device{clusters, large_clusters};
     const auto format = fp8 ? WeightFormat::e4m3 : WeightFormat::same;
-    const ForwardPlan plan = plan_forward(shape, device, format, may_bundle && !fp8);
+    const ForwardChoice choice{slices, row_ctas, consumers, abreast};
+    const ForwardPlan plan = plan_forward(shape, device, format, may_bundle && !fp8, forward_costs(format), choice);
     const ForwardSchedule &s = plan.schedule;
     py::list work;
     for (const auto &w : enumerate_work(s))
@@ -68,6 +70,7 @@ py::dict forward_plan(int64_t batch, int64_t length, int heads, int head_dim, in
                     "waves"_a = s.waves, "abreast"_a = s.abreast, "rest"_a = s.rest * s.abreast, "splits"_a = s.splits * s.abreast,
                     "partials"_a = plan.partials, "flags"_a = plan.flags, "workspace"_a = plan.workspace(),
                     "shared_memory"_a = plan.shared_memory, "work"_a = work, "owners"_a = owners, "adds"_a = adds,
+                    "division"_a = division_names[static_cast<int>(s.division())], "few_rows"_a = fp8 && divides_few_rows(plan),
                     "candidates"_a = list_candidates(shape, device, format, may_bundle && !fp8, forward_costs(format)));
 }
 
@@ -108,9 +111,8 @@ py::dict head_groups(int64_t batch, int64_t length, int heads, int head_dim, int
         sizes.append(py::make_tuple(plan.groups.begin(i), plan.groups.begin(i) + plan.groups.size(i)));
         workspaces.append(workspace(plan.workspaces[i]));
     }
-    return py::dict("heads"_a = sizes, "workspaces"_a = workspaces, "ordered"_a = plan.kernels == Kernels::ordered,
-                    "fused"_a = plan.kernels != Kernels::pair, "workspace"_a = plan.workspace(),
-                    "time_us"_a = plan.time * BackwardCostModel{}.tile_us * head_dim);
+    return py::dict("heads"_a = sizes, "workspaces"_a = workspaces, "kernels"_a = kernels_names[static_cast<int>(plan.kernels)],
+                    "workspace"_a = plan.workspace(), "time_us"_a = plan.time * BackwardCostModel{}.tile_us * head_dim);
 }
 
 py::dict plan_of_projection(int64_t tokens, int64_t features, const Clusters &clusters) {
@@ -131,12 +133,15 @@ PYBIND11_MODULE(_plan, m) {
           "weights"_a = true, "gate"_a = false, "router"_a = false, "deterministic"_a = false, "clusters"_a = h200_clusters, "group"_a = 1,
           "The groups of heads (begin, end) that a backward call launches one after the other, whether sums are added in order, and the\n"
           "fp32 workspace of each launch: where its buffers begin, in floats, or None.");
-    m.def("plan_forward", &forward_plan, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a, "fp8"_a = false,
-          "clusters"_a = h200_clusters, "group"_a = 1, "may_bundle"_a = true, "large_clusters"_a = 0,
-          "The forward launch for batch x length tokens on a device that runs so many clusters of 1, 2, ... 8 CTAs at once: sizes, the\n"
-          "work (cluster, slice, item, begin, end, part) of every CTA that has an inter range of its own, and the ways to launch that the\n"
-          "planner compares, with their times in microseconds, as text; * is the one it takes.\n\n"
-          "Raises ValueError for a head dimension without a kernel and for shapes beyond the kernel's index range.");
+    m.def(
+        "plan_forward", &forward_plan, "batch"_a, "length"_a, "heads"_a, "head_dim"_a, "subnets"_a, "subnet_dim"_a, "fp8"_a = false,
+        "clusters"_a = h200_clusters, "group"_a = 1, "may_bundle"_a = true, "large_clusters"_a = 0, "slices"_a = 0, "row_ctas"_a = 0,
+        "consumers"_a = 0, "abreast"_a = 0,
+        "The forward launch for batch x length tokens on a device that runs so many clusters of 1, 2, ... 8 CTAs at once: sizes, the\n"
+        "work (cluster, slice, item, begin, end, part) of every CTA that has an inter range of its own, and the ways to launch that the\n"
+        "planner compares, with their times in microseconds, as text; * is the one it takes. slices, row_ctas,\n"
+        "consumers and abreast force a plan, as the harness' arguments of these names do.\n\n"
+        "Raises ValueError for a head dimension without a kernel, for shapes beyond the kernel's index range and for a plan that is none.");
     m.def("plan_project", &plan_of_projection, "tokens"_a, "features"_a, "clusters"_a = h200_clusters);
     m.def("policies", &policies, "Shared memory and registers at launch of the main kernels.");
 }

@@ -145,14 +145,13 @@ HeadGroupPlan plan_head_group(const Shape &shape, const Device &device, const Ba
 }
 
 std::string describe(const Shape &shape, const BackwardPlan &plan, const BackwardCostModel &cost) {
-    static const char *const names[] = {"fused", "ordered", "pair"};
     const HeadGroupPlan &first = plan.launches[0];
     char text[320];
     std::snprintf(
         text, sizeof text,
         "kernels %s, groups %d, items %d of which %d whole and the others in %d parts, %spairs, token tiles %lld, workspace %.1f MB, "
         "%.1f us",
-        names[static_cast<int>(plan.kernels)], plan.groups.count, first.items, first.whole, first.parts, first.may_pair ? "" : "no ",
+        kernels_names[static_cast<int>(plan.kernels)], plan.groups.count, first.items, first.whole, first.parts, first.may_pair ? "" : "no ",
         static_cast<long long>(shape.batch * shape.group * first.row_tiles), plan.workspace() * 4e-6,
         plan.time * cost.tile_us * shape.head_dim);
     return text;

@@ -43,6 +43,7 @@ enum class Kernels {
     ordered,  // the same kernel; its CTAs add to each sum in the order of their items
     pair,  // a token-stationary kernel for dQ and dR, an inter-stationary one for dK, dU and dV: no atomics; each alone where one is needed
 };
+constexpr const char *kernels_names[] = {"fused", "ordered", "pair"};
 
 // How CTAs divide a launch: what the kernels need of the plan.
 struct BackwardSplit {

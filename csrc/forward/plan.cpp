@@ -198,7 +198,6 @@ std::vector<Candidate> forward_candidates(const Call &call) {
 size_t best_of(const std::vector<Candidate> &all) { return std::ranges::min_element(all, {}, &Candidate::tiles) - all.begin(); }
 
 std::string list(const std::vector<Candidate> &all, int head_dim, const ForwardCostModel &cost) {
-    static const char *const names[] = {"waves", "gathered parts", "slices"};
     std::string text = "  division        heads row tiles CTAs slices abreast |  us: stream products exchange adding    all\n";
     const size_t best = best_of(all);
     const double unit = cost.tile_us * head_dim;
@@ -206,7 +205,7 @@ std::string list(const std::vector<Candidate> &all, int head_dim, const ForwardC
         const Candidate &c = all[i];
         char line[160];
         std::snprintf(line, sizeof line, "%c %-15s %5d %9d %4d %6d %7d | %11.1f %8.1f %8.1f %6.1f %6.1f\n", i == best ? '*' : ' ',
-                      names[static_cast<int>(c.schedule.division())], c.bundle, c.consumers, c.row_ctas, c.schedule.slices,
+                      division_names[static_cast<int>(c.schedule.division())], c.bundle, c.consumers, c.row_ctas, c.schedule.slices,
                       c.schedule.abreast, c.stream * unit, c.products * unit, c.exchange * unit, c.adding * unit, c.tiles() * unit);
         text += line;
     }

@@ -39,6 +39,7 @@ constexpr int most_gathered = 4, most_behind_wave = 8;
 // How a launch divides its items: whole ones wave by wave, and the rest into parts; all into parts, which the clusters add up; or all
 // into slices. Each has an instance of the kernel.
 enum class Division { waves, gathers, slices };
+constexpr const char *division_names[] = {"waves", "gathers", "slices"};
 
 struct ForwardSchedule {
     int inter_tiles;  // of a head: E * ceil(d_e / 64)

@@ -98,13 +98,14 @@ def buffers_of(shape, task, heads, p, ordered):
 def test_groups_take_every_head_once_and_their_buffers_do_not_overlap(shape, task):
     shape = shape | {name: task[name] for name in ("head_dim", "subnets") if name in task}
     p = plan.plan_backward(**(shape | task))
+    ordered = p["kernels"] == "ordered"
     ends = [end for _, end in p["heads"]]
     assert [begin for begin, _ in p["heads"]] == [0, *ends[:-1]] and ends[-1] == shape["heads"]
     sizes = [end - begin for begin, end in p["heads"]]
     assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
     for heads, places in zip(sizes, p["workspaces"], strict=True):
         one = plan.plan_head_group(shape["batch"], shape["length"], heads, shape["subnets"], shape["subnet_dim"])
-        used = buffers_of(shape, task, heads, one, p["ordered"])
+        used = buffers_of(shape, task, heads, one, ordered)
         used = {name: size for name, size in used.items() if places[name] is not None}
         ranges = sorted((places[name], places[name] + size, name) for name, size in used.items())
         for (_, end, name), (begin, _, following) in zip(ranges, ranges[1:], strict=False):
@@ -113,7 +114,7 @@ def test_groups_take_every_head_once_and_their_buffers_do_not_overlap(shape, tas
         assert not ranges or max(end for _, end, _ in ranges) <= places["floats"]
         if places["sums_floats"]:
             cleared = [name for name in ("query", "dr_sums", "query_added", "dr_added") if name in used]
-            assert places["query"] == 0 and p["ordered"] == ("query_added" in cleared)
+            assert places["query"] == 0 and ordered == ("query_added" in cleared)
             assert max(places[name] + used[name] for name in cleared) <= places["sums_floats"]
             assert all(places[name] >= places["sums_floats"] for name in used if name not in cleared)
 
