@@ -1,5 +1,5 @@
 // Clock stamps of warps, to see where a kernel's time goes. A build with -DFLASHMHF_TRACE=ON keeps them; in any other stamp() is empty.
-// docs/profiling.md says how to read them.
+// csrc/profiling.md says how to read them.
 #pragma once
 
 #include <vector>
