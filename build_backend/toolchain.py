@@ -35,14 +35,22 @@ def count(name: str) -> int | None:
         raise ValueError(f"{name} is {value!r}; supported: a whole number") from None
 
 
+def named_nvcc() -> tuple[str, str, str] | None:
+    """The variable of the environment that says where nvcc is, its value and the place that it means."""
+    for name, below in (("CUDACXX", ""), ("CUDA_HOME", "/bin/nvcc"), ("CUDA_PATH", "/bin/nvcc")):
+        if value := os.environ.get(name):
+            return name, value, f"{value}{below}"
+    return None
+
+
 @functools.cache
 def nvcc() -> Path | None:
-    """The CUDA compiler: $CUDACXX, then $CUDA_HOME or $CUDA_PATH, then the PATH, then the usual place."""
-    places = [os.environ.get("CUDACXX")]
-    places += [f"{os.environ[name]}/bin/nvcc" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    places += ["nvcc", "/usr/local/cuda/bin/nvcc"]
-    found = (shutil.which(place) for place in places if place)
-    return next((Path(path) for path in found if path), None)
+    """The CUDA compiler: that of $CUDACXX, $CUDA_HOME or $CUDA_PATH, the first that is set. Without them that of the
+    PATH, then of the usual place.
+    """
+    named = named_nvcc()
+    places = [named[2]] if named else ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    return next((Path(found) for place in places if (found := shutil.which(place))), None)
 
 
 def _says(program: Path | str) -> str:
@@ -81,16 +89,19 @@ def release_label() -> str:
 def no_cuda_reason() -> str | None:
     """None when the CUDA library should be built, else why it is left out.
 
-    Raises RuntimeError where CUDACXX names a compiler that cannot build it.
+    Raises RuntimeError where the environment names a compiler that is not there or cannot build it: another one, or no
+    library, would be a silent replacement.
     """
     if flag("FLASHMHF_SKIP_CUDA_BUILD"):
         return "FLASHMHF_SKIP_CUDA_BUILD was set"
     if not sys.platform.startswith("linux"):
         return f"the platform is {sys.platform}; supported: linux"
-    named, reason = os.environ.get("CUDACXX"), None
+    named, reason = named_nvcc(), None
     supported = f"nvcc {'.'.join(map(str, MINIMUM_NVCC))} and later"
-    if named and shutil.which(named) is None:
-        reason = f"CUDACXX is {named!r}; supported: the path of nvcc"
+    if nvcc() is None and named:
+        name, value, place = named
+        wanted = "the path of nvcc" if place == value else "the folder of a CUDA toolkit that has bin/nvcc"
+        reason = f"{name} is {value!r}; supported: {wanted}"
     elif nvcc() is None:
         reason = "nvcc was not found (looked at CUDACXX, CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda)"
     elif nvcc_version() == (0, 0):
@@ -98,7 +109,7 @@ def no_cuda_reason() -> str | None:
     elif nvcc_version() < MINIMUM_NVCC:
         reason = f"{nvcc()} has version {'.'.join(map(str, nvcc_version()))}; supported: {supported}"
     if named and reason is not None:
-        raise RuntimeError(f"{reason} (unset CUDACXX, or set FLASHMHF_SKIP_CUDA_BUILD=1)")
+        raise RuntimeError(f"{reason} (unset {named[0]}, or set FLASHMHF_SKIP_CUDA_BUILD=1)")
     return reason
 
 

@@ -155,21 +155,35 @@ def toolchain(monkeypatch):
     return script("build_backend/toolchain.py")
 
 
-@pytest.mark.parametrize(("version", "label"), [("12.3", "+cu12"), ("12.4", "+cu12"), ("12.9", "+cu12"), ("13.0", "")])
-def test_cuda_home_the_oldest_nvcc_and_the_version_of_a_wheel(toolchain, monkeypatch, tmp_path, version, label):
+@pytest.mark.parametrize(("version", "label"), [("12.4", "+cu12"), ("12.9", "+cu12"), ("13.0", "")])
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH", "PATH"])
+def test_the_place_of_nvcc_and_the_version_of_a_wheel(toolchain, monkeypatch, tmp_path, version, label, variable):
     nvcc = program(tmp_path / "bin" / "nvcc", NVCC.format(version))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert toolchain.nvcc() == nvcc and toolchain.release_label() == label
-    reason = toolchain.no_cuda_reason()
-    assert "supported: nvcc 12.4 and later" in reason if version == "12.3" else reason is None
+    monkeypatch.setenv(variable, str(nvcc.parent if variable == "PATH" else tmp_path))
+    assert toolchain.nvcc() == nvcc and toolchain.release_label() == label and toolchain.no_cuda_reason() is None
 
 
-@pytest.mark.parametrize(
-    ("named", "message"), [("/no/such/nvcc", "CUDACXX is '/no/such/nvcc'"), ("true", "names no release of CUDA")]
-)
-def test_a_named_compiler_that_is_no_nvcc_is_an_error(toolchain, monkeypatch, named, message):
-    monkeypatch.setenv("CUDACXX", named)
-    with pytest.raises(RuntimeError, match=f"{message}.*unset CUDACXX"):
+def test_an_old_nvcc_that_nobody_named_is_no_error(toolchain, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(program(tmp_path / "nvcc", NVCC.format("12.3")).parent))
+    assert "has version 12.3; supported: nvcc 12.4 and later" in toolchain.no_cuda_reason()
+    assert toolchain.build_requirements() == []
+
+
+@pytest.mark.parametrize(("variable", "named", "message"), [
+    ("CUDACXX", "/no/such/nvcc", "CUDACXX is '/no/such/nvcc'; supported: the path of nvcc"),
+    ("CUDACXX", "true", "names no release of CUDA"),
+    ("CUDACXX", "{}/bin", "CUDACXX is '.*/bin'"),
+    ("CUDA_HOME", "/no/such", "CUDA_HOME is '/no/such'; supported: the folder of a CUDA toolkit that has bin/nvcc"),
+    ("CUDA_PATH", "/no/such", "CUDA_PATH is '/no/such'"),
+    ("CUDA_HOME", "{}/bin", "CUDA_HOME is '.*/bin'"),
+    ("CUDA_HOME", "{}", "has version 12.3; supported: nvcc 12.4 and later"),
+])  # fmt: skip
+def test_a_named_compiler_that_cannot_build_is_an_error(toolchain, monkeypatch, tmp_path, variable, named, message):
+    """And no other one is taken in its place."""
+    program(tmp_path / "bin" / "nvcc", NVCC.format("12.3"))
+    monkeypatch.setenv("PATH", f"{program(tmp_path / 'other' / 'nvcc', NVCC.format('13.0')).parent}:/bin:/usr/bin")
+    monkeypatch.setenv(variable, named.format(tmp_path))
+    with pytest.raises(RuntimeError, match=f"{message}.*unset {variable}"):
         toolchain.build_requirements()
 
 
