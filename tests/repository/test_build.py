@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def build(tmp_path):
     """A function that builds a copy of the sources as pip does, with tools in a folder that is gone afterwards. It
     returns the exit status and what was printed; the package is in build/lib."""
     pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml asks for it")
-    tree = tmp_path / "tree"
+    tree = tmp_path / "flashmhf"
     for name in ("build_backend", "flashmhf", "flashmhf_recipes"):
         left_out = shutil.ignore_patterns("*.so", "__pycache__", "_no_library.txt", "kernel_resources.json")
         shutil.copytree(ROOT / name, tree / name, ignore=left_out)
@@ -97,6 +98,18 @@ def test_an_editable_installation_is_incremental(build):
     for folder in ("first", "second"):
         ends_well(build("build_ext", "--inplace", "--build-temp", str(build.tree / folder)))
     assert (build.tree / "flashmhf/libflashmhf_hopper.so").read_text(encoding="utf-8") == "build build library\n"
+
+
+def test_an_editable_installation_works_in_the_folder_above_the_checkout(build, tmp_path):
+    """Which has the package's name, as a clone's folder has."""
+    ends_well(build("editable_wheel", "--dist-dir", "dist", FLASHMHF_SKIP_CUDA_BUILD="1"))
+    with zipfile.ZipFile(next((build.tree / "dist").glob("*.whl"))) as wheel:
+        wheel.extractall(tmp_path / "site")
+    code = "import site; site.addsitedir('site'); import importlib.util as u; print(u.find_spec('flashmhf').origin)"
+    command = [sys.executable, "-S", "-c", code]  # -S: another installation of this Python does not count
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8")
+    assert done.stdout.strip() == str(build.tree / "flashmhf/__init__.py"), done.stderr
 
 
 def test_another_toolkit_behind_the_same_path_builds_anew(build):
