@@ -57,8 +57,8 @@ def cmake_build(version: str) -> Path:
         f"-DFLASHMHF_MANYLINUX={'ON' if RELEASE else 'OFF'}",
         f"-DTHUNDERKITTENS_ROOT={os.environ.get('THUNDERKITTENS_ROOT', '')}",
     ]  # fmt: skip
-    ccache = shutil.which("ccache") or ""  # empty, too: CMake remembers one that is gone
-    configure += [f"-DCMAKE_{language}_COMPILER_LAUNCHER={ccache}" for language in ("CXX", "CUDA")]
+    for language in ("CXX", "CUDA"):  # empty, too: CMake remembers one that is gone
+        configure.append(f"-DCMAKE_{language}_COMPILER_LAUNCHER={toolchain.launcher(language)}")
     build = ["cmake", "--build", str(build_dir), "--target", "flashmhf_hopper", "-j", str(toolchain.jobs(nvcc_threads))]
     for step, command in (("configuring", configure), ("compiling", build)):
         if subprocess.run(command).returncode:

@@ -42,10 +42,15 @@ def parse(log: str) -> tuple[dict[str, dict[str, int]], list[str]]:
 
 
 def collect(build_folder: Path) -> dict:
-    """The same of all logs of a build folder. Raises RuntimeError when there is none."""
+    """The same of the logs of a build folder, but for those of instances that it no longer builds. Raises RuntimeError
+    when there is none."""
     kernels: dict[str, dict[str, int]] = {}
     remarks: list[str] = []
+    rules = build_folder / "build.ninja"
+    built = rules.read_text(encoding="utf-8") if rules.exists() else None
     for log in sorted(build_folder.rglob("*.cu.o.log")):
+        if built is not None and f" {log.relative_to(build_folder).with_suffix('').as_posix()}:" not in built:
+            continue
         found, said = parse(log.read_text(encoding="utf-8", errors="replace"))
         kernels |= found
         remarks += said

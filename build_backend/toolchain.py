@@ -66,6 +66,13 @@ def nvcc_version() -> tuple[int, int]:
     return tuple(map(int, release.groups())) if release else (0, 0)
 
 
+def launcher(language: str) -> str:
+    """What CMake starts the compiler of a language by: its own variable of the environment, else sccache or ccache if
+    installed; empty: nothing."""
+    named = os.environ.get(f"CMAKE_{language}_COMPILER_LAUNCHER")
+    return shutil.which("sccache") or shutil.which("ccache") or "" if named is None else named
+
+
 def fingerprint(*more: str) -> str:
     """Names ``more`` and the compilers, which CMake looks at only once in a build folder.
 
@@ -96,6 +103,9 @@ def no_cuda_reason() -> str | None:
         return "FLASHMHF_SKIP_CUDA_BUILD was set"
     if not sys.platform.startswith("linux"):
         return f"the platform is {sys.platform}; supported: linux"
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if listed.strip() and not re.search(r"(^|[\s;,])(9\.0a?(\+PTX)?|Hopper|All|Common|Auto)($|[\s;,])", listed):
+        return f"TORCH_CUDA_ARCH_LIST is {listed!r}, without 9.0, the architecture of the kernels"
     named, reason = named_nvcc(), None
     supported = f"nvcc {'.'.join(map(str, MINIMUM_NVCC))} and later"
     if nvcc() is None and named:

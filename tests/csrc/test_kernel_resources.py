@@ -39,6 +39,9 @@ def test_the_log_of_ptxas_is_read(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.cu.o.log").write_text(LOG)
     assert parser.collect(tmp_path)["kernels"] == kernels
+    (tmp_path / "deep" / "b.cu.o.log").write_text(LOG.replace("_Zone", "_Zthree"))
+    (tmp_path / "build.ninja").write_text("build deep/b.cu.o: CUDA_COMPILER deep/b.cu\n")  # a is no longer built
+    assert sorted(parser.collect(tmp_path)["kernels"]) == ["_Zthree", "_Ztwo"]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,11 @@ def built() -> dict:
     if resources.get("thunderkittens", "bundled") != "bundled":
         pytest.skip("built with upstream's ThunderKittens headers, with which some kernels spill")
     return resources
+
+
+def test_the_library_is_compressed_and_without_line_numbers(built):
+    library = INSTALLED.with_name("libflashmhf_hopper.so")
+    assert library.stat().st_size <= 7_000_000
 
 
 def test_no_kernel_spills(built):

@@ -3,7 +3,7 @@
 memcheck and synccheck must report nothing. racecheck does not follow this chain: a warp accesses shared memory with all
 its lanes, `__syncwarp`, one lane arrives (release) on a semaphore for which the other side waits (acquire). It counts
 only the arriving lane's accesses (rule 2 of csrc/README.md). HAND_OVERS names the places of this kind; any other report
-fails."""
+fails: a build with FLASHMHF_LINEINFO=ON says where."""
 
 import re
 import shutil

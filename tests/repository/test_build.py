@@ -17,6 +17,7 @@ LINUX = pytest.mark.skipif(
 )
 pytestmark = LINUX
 VARIABLES = "CUDACXX CUDA_HOME CUDA_PATH CXX MAX_JOBS TORCH_ROOT".split()
+VARIABLES += ["TORCH_CUDA_ARCH_LIST", "CMAKE_CUDA_COMPILER_LAUNCHER", "CMAKE_CXX_COMPILER_LAUNCHER"]
 VARIABLES += ["FLASHMHF_SKIP_CUDA_BUILD", "FLASHMHF_FORCE_CUDA_BUILD", "FLASHMHF_LIBRARY", "FLASHMHF_WHEEL"]
 
 NVCC = "echo 'Cuda compilation tools, release {0}, V{0}.1'"
@@ -174,6 +175,42 @@ def test_the_place_of_nvcc_and_the_version_of_a_wheel(toolchain, monkeypatch, tm
     nvcc = program(tmp_path / "bin" / "nvcc", NVCC.format(version))
     monkeypatch.setenv(variable, str(nvcc.parent if variable == "PATH" else tmp_path))
     assert toolchain.nvcc() == nvcc and toolchain.release_label() == label and toolchain.no_cuda_reason() is None
+
+
+@pytest.mark.parametrize(
+    ("installed", "named", "taken"),
+    [
+        ("", None, ""),
+        ("ccache", None, "ccache"),
+        ("ccache sccache", None, "sccache"),
+        ("ccache sccache", "distcc", "distcc"),
+        ("ccache sccache", "", ""),
+    ],
+)
+def test_the_launcher_of_the_compilers(toolchain, monkeypatch, tmp_path, installed, named, taken):
+    for name in installed.split():
+        program(tmp_path / name, "true")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if named is not None:
+        monkeypatch.setenv("CMAKE_CUDA_COMPILER_LAUNCHER", named)
+    assert toolchain.launcher("CUDA") == (str(tmp_path / taken) if taken in installed.split() else taken)
+
+
+@pytest.mark.parametrize(
+    ("listed", "builds"),
+    [
+        ("", True), (" ", True), ("9.0", True), ("8.0;9.0a", True), ("8.0 9.0+PTX", True), ("Hopper", True),
+        ("All", True), ("8.0", False), ("8.6;8.9+PTX", False), ("10.0 12.0", False),
+        ("Ampere", False), ("19.0;9.01", False),
+    ],
+)  # fmt: skip
+def test_kernels_that_torch_cuda_arch_list_rules_out_are_not_compiled(toolchain, monkeypatch, tmp_path, listed, builds):
+    program(tmp_path / "bin" / "nvcc", NVCC.format("13.0"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    reason = toolchain.no_cuda_reason()
+    assert reason is None if builds else f"TORCH_CUDA_ARCH_LIST is {listed!r}, without 9.0" in reason
+    assert builds or toolchain.build_requirements() == []
 
 
 def test_an_old_nvcc_that_nobody_named_is_no_error(toolchain, monkeypatch, tmp_path):
