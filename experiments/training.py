@@ -23,7 +23,7 @@ CHECKED, SAVED = 25, 120  # steps between two looks at the clock, seconds betwee
 
 
 def make_optimizer(run: Run, model: Model, device: str) -> torch.optim.Optimizer:
-    rates = {"projection_rate": run.projection_rate, "muon": run.optimizer == "muon"}
+    rates = {"projection_rate": run.projection_rate, "muon": run.optimizer == "muon", "outputs": []}  # a tied head
     groups = flashmhf.param_groups(model, run.learning_rate, run.weight_decay, **rates)
     if run.optimizer == "muon":
         return flashmhf.Muon(groups, betas=(0.9, 0.95))

@@ -70,10 +70,79 @@ def test_groups_of_a_model():
     expected = {f"ffn.{name}" for name in ("k", "v", "router", "in_proj.weight", "out_proj.weight")}
     assert matrices_of(model) == expected  # q_norm's [H, d_h] gains are no matrix
     assert all("muon" not in group for group in flashmhf.param_groups(model, 1.0, 0.1))
-    model.second = nn.Linear(64, model.head.out_features, bias=False)  # as for the token after the next
     model.positions = nn.Embedding(64, 64)  # as many as the model is wide: its projections have as many outputs
-    assert matrices_of(model) == matrices_of(model, outputs=[model.head, model.second]) == expected
+    assert matrices_of(model) == expected
+    model.second = nn.Linear(64, model.head.out_features, bias=False)  # as for the token after the next
+    with pytest.raises(ValueError, match="outputs is None, and head, second may be an output layer"):
+        matrices_of(model)
+    assert matrices_of(model, outputs=[model.head, model.second]) == expected
     assert not matrices_of(nn.EmbeddingBag(100, 64))
+
+
+def holding(**parts: nn.Module | nn.Parameter) -> nn.Module:
+    """A model of these parts, a network of width 32 among them, in this order."""
+    model = nn.Module()
+    for name, part in {"ffn": flashmhf.FlashMHF(32, 2, 2, 16), **parts}.items():
+        setattr(model, name, part)
+    return model
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape))
+
+
+def tied(first: str, **parts: nn.Module) -> nn.Module:
+    model = holding(**parts)
+    model.head.weight = getattr(model, first).weight
+    return model
+
+
+def named(said: nn.Module | None, **parts: nn.Module | nn.Parameter) -> nn.Module:
+    model = holding(**parts)
+    model.get_output_embeddings = lambda: said
+    return model
+
+
+HEAD, MLP = nn.Linear(32, 10), {"c_fc": nn.Linear(32, 128), "c_proj": nn.Linear(128, 32)}
+
+
+@pytest.mark.parametrize(("model", "unsure"), [
+    (lambda: holding(patches=nn.Conv2d(3, 32, 4, 4), positions=weight(1, 17, 32), head=nn.Linear(32, 10)), "head"),
+    (lambda: holding(wte=nn.Embedding(500, 32), head=nn.Linear(32, 512)), "head"),  # padded
+    (lambda: holding(wte=nn.Embedding(500, 32), head=nn.Linear(32, 1000), **MLP, end=nn.Linear(32, 128)), "head, end"),
+    (lambda: holding(wte=nn.Embedding(500, 32), classifier=nn.Linear(32, 5)), "classifier"),
+    (lambda: named(None, wte=nn.Embedding(500, 32), score=nn.Linear(32, 5)), "score"),
+    (lambda: holding(wte=weight(500, 32), head=nn.Linear(32, 500)), "head, wte"),
+    (lambda: holding(wte=weight(500, 32)), "wte"),  # a function multiplies by it again
+    (lambda: holding(wte=nn.Embedding(500, 32), wpe=weight(64, 32), head=nn.Linear(32, 500)), "wpe"),
+    (lambda: holding(lm=named(HEAD, head=HEAD), classifier=nn.Linear(32, 5)), "classifier"),
+    (lambda: holding(wte=nn.Embedding(128, 32), **MLP, head=nn.Linear(32, 128)), "c_fc, head"),
+    (lambda: tied("wte", wte=nn.Embedding(500, 32), head=nn.Linear(32, 500), second=nn.Linear(32, 500)), "second"),
+])  # fmt: skip
+def test_output_layers_and_embeddings_that_a_model_does_not_tell_are_asked_for(model, unsure):
+    with pytest.raises(ValueError, match=f"outputs is None, and {unsure} may be an output layer or embedding"):
+        matrices_of(model())
+
+
+@pytest.mark.parametrize(("model", "adamw"), [
+    (lambda: holding(positions=weight(1, 17, 32), token=weight(1, 1, 32), patches=nn.Conv2d(3, 32, 4, 4)), None),
+    (lambda: tied("wte", wte=nn.Embedding(128, 32), **MLP, head=nn.Linear(32, 128)), {"wte.weight"}),
+    (lambda: holding(inner=nn.Linear(32, 32), norm=nn.LayerNorm((32, 32))), {"norm.weight", "norm.bias"}),
+    (lambda: named(HEAD, head=HEAD, qkv=nn.Linear(32, 10), experts=weight(4, 8, 8)), {"head.weight"}),
+    (lambda: holding(wte=weight(500, 32), head=nn.Linear(32, 512)), {"wte", "head.weight"}),
+])  # fmt: skip
+def test_matrices_that_are_adamws(model, adamw):
+    model = model()
+    options = {"outputs": [model.wte, model.head]} if isinstance(getattr(model, "wte", None), nn.Parameter) else {}
+    found = {name for name, each in model.named_parameters() if each.dim() > 1} - matrices_of(model, **options)
+    adamw = {"positions", "token", "patches.weight"} if adamw is None else adamw
+    assert found == adamw
+
+
+def test_vision_transformers_of_timm_say_what_their_head_is():
+    model = pytest.importorskip("timm").create_model("vit_tiny_patch16_224", num_classes=192)  # as many as it is wide
+    found = matrices_of(model)
+    assert found == {name for name, each in model.named_parameters() if "blocks" in name and each.dim() == 2}
 
 
 @pytest.mark.parametrize("change", [
@@ -322,7 +391,8 @@ def test_refusals():
     # AdamW for everything, without a word
     with pytest.raises(ValueError, match="a group has no key 'muon'; supported: .* muon=True"):
         flashmhf.Muon(layer.parameters())
-    optimizer = optimizer_of(layer)
+    groups = flashmhf.param_groups(layer, 1e-3, 0.1, muon=True, outputs=[])
+    optimizer = flashmhf.Muon(groups)
     state = optimizer.state_dict()
     for group in state["param_groups"]:
         group["maximize"] = True  # AdamW's have it
@@ -330,7 +400,7 @@ def test_refusals():
         optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match=r"groups with muon = \[None\]; this optimizer's have \[True, False\]"):
         optimizer.load_state_dict(torch.optim.AdamW(layer.parameters()).state_dict())
-    other = torch.optim.AdamW(flashmhf.param_groups(layer, 1e-3, 0.1, muon=True))
+    other = torch.optim.AdamW(groups)
     layer(torch.ones(1, 4)).sum().backward()
     other.step()
     with pytest.raises(ValueError, match="state_dict lacks momentum of parameter 0: another optimizer's"):
