@@ -16,8 +16,8 @@ has --micro-batch sequences per group of ranks that see the same ones. ``x_one``
 training it is tokens/s over ranks times those of one GPU. ``open_communication_ms`` is the time of a step in which
 collectives run and no other kernel does.
 
-Every part's rows are written when it ends. A part that fails is a row with its reason; the ones after it run in new
-processes. Exit status 1: a part failed.
+Every part runs in processes of its own. One that fails is a row with its reason, behind those that it has. Exit status
+1: a part failed.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 import flashmhf
 from flashmhf.distributed import HeadParallel
@@ -310,32 +311,27 @@ def train(job: Job) -> Iterator[dict]:
 # Processes
 
 
-def process(rank: int, folder: Path, options: argparse.Namespace, parts: list[str]) -> None:
-    """Runs ``parts`` and leaves a file of rows for each in ``folder``, or the reason in error.txt."""
+def process(rank: int, folder: Path, options: argparse.Namespace, part: str) -> None:
+    """Run ``part``; leave its rows in ``folder``, and in error.txt why it ended before the last."""
     os.environ.update(ENVIRONMENT, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(options.ranks))
     if options.smoke:
         torch.set_num_threads(1)
     try:
-        job = Job(rank, options)
+        job, rows = Job(rank, options), []
         dist.init_process_group(
-            "nccl" if job.gpu else "gloo", init_method=f"file://{folder / parts[0]}.store", rank=rank,
+            "nccl" if job.gpu else "gloo", init_method=f"file://{folder / part}.store", rank=rank,
             world_size=options.ranks, device_id=job.device if job.gpu else None, timeout=TIMEOUT,
         )  # fmt: skip
-        if rank == 0:
-            where = environment.describe(job.device) | {"variables": ENVIRONMENT, "ranks": options.ranks}
-            write(folder / "environment.json", where)
-        for part in parts:
-            rows = []
-            for row in globals()[part](job):
-                rows.append(row)
-                if rank == 0:
-                    print(json.dumps({name: value for name, value in row.items() if name != "losses"}), flush=True)
+        where = environment.describe(job.device) | {"variables": ENVIRONMENT, "ranks": options.ranks}
+        for row in globals()[part](job):
+            rows.append(row)
             if rank == 0:
-                write(folder / f"{part}.json", rows)
+                print(json.dumps({name: value for name, value in row.items() if name != "losses"}), flush=True)
+                write(folder / f"{part}.json", {"environment": where, "rows": rows})
     except BaseException as error:
         traceback.print_exc()
         # another's failure may follow from this
-        with contextlib.suppress(FileExistsError), open(folder / "error.txt", "x", encoding="utf-8") as file:
+        with contextlib.suppress(FileExistsError), open(folder / f"{part}.txt", "x", encoding="utf-8") as file:
             file.write(environment.brief(error))
         os._exit(1)  # the other processes wait in a collective, and so would this one's end
     dist.destroy_process_group()
@@ -347,55 +343,38 @@ def write(path: Path, content: object) -> None:
     partial.replace(path)
 
 
-def run(folder: Path, options: argparse.Namespace, parts: list[str], deadline: float) -> str | None:
-    """Runs ``parts`` in new processes; why they ended before the last part, or None."""
-    context = multiprocessing.get_context("forkserver" if options.smoke else "spawn")
+def run(folder: Path, options: argparse.Namespace, part: str, deadline: float) -> str | None:
+    """Run ``part`` in new processes; return why they ended before its end, or None."""
+    method = "forkserver" if options.smoke else "spawn"
     if options.smoke:
-        context.set_forkserver_preload(["benchmarks.distributed"])  # imports once for all processes
-    children = [context.Process(target=process, args=(rank, folder, options, parts)) for rank in range(options.ranks)]
-    for child in children:
-        child.start()
-    reason = None
-    while reason is None and any(child.is_alive() for child in children):
-        time.sleep(0.2)
-        if any(child.exitcode for child in children):
-            written = folder / "error.txt"
-            reason = (
-                written.read_text() if written.exists() else f"exit status {[child.exitcode for child in children]}"
-            )
-            written.unlink(missing_ok=True)
-        elif time.monotonic() > deadline:
-            reason = f"not finished within --limit {options.limit:g}"
-    for child in children:
-        if reason is not None:
+        multiprocessing.get_context(method).set_forkserver_preload(["benchmarks.distributed"])  # imports once for all
+    children = start_processes(process, (folder, options, part), options.ranks, join=False, start_method=method)
+    try:
+        while not children.join(max(0.0, deadline - time.monotonic())):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not finished within --limit {options.limit:g}")
+    except (ProcessException, TimeoutError) as error:
+        for child in children.processes:
             child.kill()  # it waits in a collective
-        child.join(10)  # a process that waits for its GPU does not end
-    return reason
+            child.join(10)  # a process that waits for its GPU does not end
+        written = folder / f"{part}.txt"
+        return written.read_text() if written.exists() else str(error)
+    return None
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    deadline, failed = time.monotonic() + options.limit, {}
+    deadline, rows, where = time.monotonic() + options.limit, [], environment.describe(torch.device("cpu"))
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        waiting = [part for part in PARTS if part in options.parts]
-        while waiting:
-            reason = run(folder, options, waiting, deadline)
-            waiting = [part for part in waiting if not (folder / f"{part}.json").exists()]
-            late = time.monotonic() > deadline
-            ended, waiting = (waiting, []) if late else (waiting[:1], waiting[1:])
-            failed.update(dict.fromkeys(ended, reason or "no result"))
-        described = folder / "environment.json"
-        where = json.loads(described.read_text()) if described.exists() else environment.describe(torch.device("cpu"))
-        record = {"suite": "distributed", "environment": where, "rows": []}
-        record["settings"] = {
-            name: getattr(options, name) for name in ("ranks", "steps", "scale", "length", "micro_batch")
-        }
-        for part in PARTS:
-            path = folder / f"{part}.json"
-            record["rows"] += json.loads(path.read_text()) if path.exists() else []
-            if part in failed:
-                record["rows"].append({"part": part, "subject": "all", "status": "failed", "reason": failed[part]})
+        for part in (part for part in PARTS if part in options.parts):
+            reason, path = run(Path(name), options, part, deadline), Path(name, f"{part}.json")
+            if path.exists():
+                found = json.loads(path.read_text(encoding="utf-8"))
+                rows, where = rows + found["rows"], found["environment"]
+            if reason is not None:
+                rows.append({"part": part, "subject": "all", "status": "failed", "reason": reason})
+    settings = {name: getattr(options, name) for name in ("ranks", "steps", "scale", "length", "micro_batch")}
+    record = {"suite": "distributed", "environment": where, "rows": rows, "settings": settings}
     if options.out:
         path = Path(f"{options.out.with_suffix('')}_x{options.ranks}_{environment.short_device(where['device'])}.json")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterable
 
 DEVICES = ("h100", "h200")
-SCALES = ("tiny", "26m", "57m", "58m", "128m", "370m", "1.3b")
+SCALES = ("tiny", "26m", "57m", "58m", "128m", "370m", "1.3b", "7b")
 
 
 class Records:
@@ -29,6 +29,11 @@ class Records:
             rows = [row for row in record["rows"] if row["group"] != "decode"]
             record["rows"] = rows + [row for row in self.read(apart)["rows"] if row["group"] == "decode"]
         return record
+
+    def parts(self, name: str) -> list[dict]:
+        """The records ``name_PART_DEVICE.json`` of the first device that has one."""
+        found = [sorted(self.folder.glob(f"{name}_*_{device}.json")) for device in DEVICES]
+        return [self.read(path.name) for path in next(filter(None, found))]
 
     def several_gpus(self, part: str) -> dict[int, dict]:
         """Number of GPUs of one host -> the record of `benchmarks.distributed`, of those that have ``part``."""

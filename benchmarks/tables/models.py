@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from flashmhf.models.presets import preset
+
 from ..harness.markdown import table
-from ..records import Records, by, by_scale, fixed, machine, ratio
+from ..records import SCALES, Records, by, by_scale, fixed, machine, ratio
 from .layers import FASTER
 
 BOTH = {"flashmhf", "swiglu"}
@@ -32,6 +34,31 @@ def training(records: Records) -> str:
     header += ["FlashMHF, GiB", "SwiGLU, GiB", "FlashMHF's MFU"]
     what = machine("Compiled blocks, AdamW under bf16 autocast; memory is the peak", record)
     return f"{table(header, lines, words=(0,))}\n\n{what}"
+
+
+WAYS = {False: "", "networks": ", networks checkpointed", True: ", blocks checkpointed"}
+
+
+def contexts(records: Records) -> str:
+    """A line per length and depth of FlashMHF: the fastest way of both networks that fits."""
+    found, lines = records.parts("contexts"), []
+    fastest: dict[tuple, dict[str, dict]] = {}
+    for row in (row for record in found for row in record["rows"] if row["status"] == "ok"):
+        size = fastest.setdefault((SCALES.index(row["scale"]), row["length"], row["batch"]), {})
+        if row["tokens_per_s"] > size.get(row["subject"], {}).get("tokens_per_s", 0):
+            size[row["subject"]] = row
+    for (scale, length, batch), networks in sorted(fastest.items()):
+        for subject in sorted(networks.keys() - {"swiglu"}) if "swiglu" in networks else ():
+            pair = [networks[name] for name in (subject, "swiglu")]
+            depth = preset(f"flashmhf-{SCALES[scale]}").layers if subject == "flashmhf" else subject.split()[1]
+            names = f"{depth} layers{WAYS[pair[0]['checkpointing']]}", f"SwiGLU{WAYS[pair[1]['checkpointing']]}"
+            figures = [(fixed(row["tokens_per_s"], 0), fixed(row["memory_mib"] / 1024, 1)) for row in pair]
+            cells = [names[0], *figures[0], names[1], *figures[1]]
+            speed = fixed(ratio(*(row["tokens_per_s"] for row in pair)), 2)
+            lines.append([f"{SCALES[scale].upper()}, {batch} x {length:,}", *cells, speed])
+    header = ["model, batch", "FlashMHF", "tokens/s", "GiB", "SwiGLU", "tokens/s", "GiB", FASTER]
+    what = machine("The fastest way that fits into 80 GB, compiled blocks, AdamW, fused linear cross-entropy", found[0])
+    return f"{table(header, lines, words=(0, 1, 4))}\n\n{what}"
 
 
 def training_depth(records: Records) -> str:

@@ -129,7 +129,7 @@ def test_two_builds_take_turns(capsys):
 
 def test_whole_models(capsys, monkeypatch):
     monkeypatch.setattr(run, "make_context", lambda options: context())
-    tiny_models = [*FAST, "--scales", "tiny", "--contexts", "16", "--batches", "2", "--blocks", "eager"]
+    tiny_models = [*FAST, "--fp8", "--scales", "tiny", "--contexts", "16", "--batches", "2", "--blocks", "eager"]
     for suite, more in (("train", ["--steps", "1"]), ("model", []), ("generate", ["--new", "12"])):
         assert run.main(["--suite", suite, *tiny_models, "--layers", "3", *more]) == 0
         out = capsys.readouterr().out
@@ -151,6 +151,32 @@ def test_cells_in_processes_of_their_own(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("failed: not finished within --apart 0.01") == 3
     assert out.count("skipped: the time budget was used up") == 3
+
+
+def test_the_table_of_contexts_has_the_fastest_way_that_fits(tmp_path):
+    """Of records by part; a network without a way that fits has no line."""
+    from benchmarks.records import Records
+    from benchmarks.tables.models import contexts
+
+    def row(length: int, subject: str, checkpointed: object, speed: float | None) -> dict:
+        found = {"scale": "1.3b", "batch": 1, "length": length, "checkpointing": checkpointed, "subject": subject}
+        return found | {"status": "failed" if speed is None else "ok", "tokens_per_s": speed, "memory_mib": 40_960}
+
+    short = [row(4096, "flashmhf", False, 9), row(4096, "swiglu", False, 10), row(4096, "swiglu", "networks", 8)]
+    long = [row(65536, "swiglu", False, None), row(65536, "swiglu", True, 4), row(65536, "flashmhf", False, 5)]
+    long += [row(65536, "flashmhf 22 layers", False, 4.4), row(131072, "flashmhf", True, 1)]
+    where = {"device": "NVIDIA H100", "packages": {"torch": "2.11.0+cu130"}}
+    (tmp_path / "benchmarks/results").mkdir(parents=True)
+    for name, rows in (("4k", short), ("64k", long)):
+        path = tmp_path / f"benchmarks/results/contexts_{name}_h100.json"
+        path.write_text(json.dumps({"environment": where, "rows": rows}))
+    lines = [re.sub(" +", " ", line) for line in contexts(Records(tmp_path)).splitlines()]
+    assert lines[2:5] == [
+        "| 1.3B, 1 x 4,096 | 20 layers | 9 | 40.0 | SwiGLU | 10 | 40.0 | 0.90 |",
+        "| 1.3B, 1 x 65,536 | 20 layers | 5 | 40.0 | SwiGLU, blocks checkpointed | 4 | 40.0 | 1.25 |",
+        "| 1.3B, 1 x 65,536 | 22 layers | 4 | 40.0 | SwiGLU, blocks checkpointed | 4 | 40.0 | 1.10 |",
+    ]
+    assert lines[5] == "" and "80 GB" in lines[6] and "H100" in lines[6]
 
 
 def test_models_of_recorded_trainings_have_their_parameters():
