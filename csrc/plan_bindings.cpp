@@ -34,7 +34,7 @@ py::list policies() {
             all.append(policy<InterPolicy<d_h, outputs>>(d_h, "kernel"_a = "backward_inter", "outputs"_a = outputs));
         };
         all.append(policy<TokenPolicy<d_h>>(d_h, "kernel"_a = "backward_token"));
-        if constexpr (d_h <= 128) inter.template operator()<all_grads>(), inter.template operator()<weight_grads>();
+        if constexpr (d_h <= widest_fused) inter.template operator()<all_grads>(), inter.template operator()<weight_grads>();
         else inter.template operator()<key_grads>(), inter.template operator()<value_grad>();
     });
     return all;

@@ -82,7 +82,7 @@ template <int d_h, typename T> cudaError_t launch_typed(const HeadGroupLaunch &l
         const dim3 grid(std::min(l.plan.gate_rows_parts, p.batch * p.row_tiles), p.heads);
         if (cudaError_t error = launch_kernel(false, flashmhf_gate_rows<d_h, T>, grid, row_tile_threads, 0, stream, l.router)) return error;
     }
-    if constexpr (d_h <= 128) {
+    if constexpr (d_h <= widest_fused) {
         if (l.kernels != Kernels::pair) {
             // dr_sums and the counters of ordered accumulation, if any, lie behind query_sums; with a router gate_rows has cleared them
             if (!l.router.w)
@@ -103,7 +103,7 @@ template <int d_h, typename T> cudaError_t launch_typed(const HeadGroupLaunch &l
         if (cudaError_t error = finish_query<d_h, T>(l, p.query_parts, p.token_parts, stream)) return error;
     }
     if (!l.needs_weights) return cudaSuccess;
-    if constexpr (d_h <= 128) {
+    if constexpr (d_h <= widest_fused) {
         if (cudaError_t error = launch_inter<d_h, weight_grads, T>(l, l.needs_tokens, stream)) return error;
     } else {
         if (cudaError_t error = launch_inter<d_h, key_grads, T>(l, l.needs_tokens, stream)) return error;

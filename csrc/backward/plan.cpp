@@ -63,9 +63,9 @@ BackwardWorkspace backward_workspace(const Shape &shape, const HeadGroupPlan &pl
     return w;
 }
 
-// fused for everything at d_h < 256; deterministic: ordered, or the pair where that is predicted to be faster.
+// fused for everything where that fits; deterministic: ordered, or the pair where that is predicted to be faster.
 Kernels choose_kernels(const Shape &shape, const BackwardTask &task, const Device &device, const BackwardCostModel &cost) {
-    if (!task.tokens || !task.weights || shape.head_dim > 128) return Kernels::pair;
+    if (!task.tokens || !task.weights || shape.head_dim > widest_fused) return Kernels::pair;
     if (!task.deterministic) return Kernels::fused;
     if (shape.head_dim == 64) return Kernels::pair;  // a tile takes less time than the next CTA waits for its order
     const HeadGroupPlan plan = plan_head_group(shape, device, cost);

@@ -23,7 +23,9 @@ constexpr int row_tile_threads = 128, element_threads = 256;
 constexpr int shared_memory_alignment = 1024, semaphore_bytes = 256;
 constexpr int round_up(int x, int multiple) { return ceil_div(x, multiple) * multiple; }
 
-// What an inter-stationary kernel produces. One fused kernel where it fits; d_h = 256 takes dK, dU and dV apart.
+// Up to this d_h one kernel can compute all gradients; above, dK and dU, and dV, are apart.
+constexpr int widest_fused = 128;
+// What an inter-stationary kernel produces.
 enum BackwardOutputs : int {
     query_grad = 1,  // dQ (fp32 sums in global memory) and dR
     key_grads = 2,   // dK, dU
@@ -40,8 +42,8 @@ template <int d_h, int outputs> struct InterPolicy {
     using Activation = Silu;
     static constexpr int panel_cols = panel_cols_of(d_h);
     static constexpr bool query = outputs & query_grad, keys = outputs & key_grads, values = outputs & value_grad;
-    static_assert(d_h <= 128 || !query, "above 128, K, U, V and dQ do not fit one kernel");
-    static_assert(d_h <= 128 || keys != values, "above 128, the accumulators do not fit one kernel");
+    static_assert(d_h <= widest_fused || !query, "K, U, V and dQ do not fit one kernel");
+    static_assert(d_h <= widest_fused || keys != values, "the accumulators do not fit one kernel");
     static constexpr bool needs_v = keys;  // dA = dO V^T enters dM and dN only
     static constexpr bool pairs = query;   // the others gain nothing from clusters of two
 

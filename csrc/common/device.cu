@@ -1,10 +1,12 @@
 #include "common/device.h"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 
+#include "common/driver.h"
 #include "common/geometry.h"
 #include "common/launch_kernel.cuh"
 
@@ -15,8 +17,8 @@ namespace {
 // once depends on the chip's GPCs alone.
 __global__ void flashmhf_takes_an_sm() {}
 
-// A size that the driver refuses, as it may for a part of a chip (MIG), has no clusters.
-int count_clusters(int size) {
+// On so many SMs. A size that the driver refuses, as it may for a part of a chip (MIG), has no clusters.
+int count_clusters(int size, int sms) {
     int count = 0;
     cudaLaunchAttribute attribute = clusters_of(size);
     cudaLaunchConfig_t config{};
@@ -27,27 +29,34 @@ int count_clusters(int size) {
     config.numAttrs = 1;
     if (allow_cluster(flashmhf_takes_an_sm, size) == cudaSuccess &&
         cudaOccupancyMaxActiveClusters(&count, flashmhf_takes_an_sm, &config) == cudaSuccess)
-        return count;
+        return std::min(count, sms / size);
     cudaGetLastError();  // the next launch would report it
     return 0;
 }
 
 }  // namespace
 
-Device describe_device() {
+const Device &describe_device() {
     static std::mutex mutex;
-    static std::map<int, Device> known;
+    static std::map<uint64_t, Device> known;  // by context
     auto check = [](cudaError_t error) {
         if (error != cudaSuccess) throw std::runtime_error(std::string("the device cannot be asked: ") + cudaGetErrorString(error));
     };
-    int index;
-    check(cudaGetDevice(&index));
     const std::lock_guard lock(mutex);
-    Device &found = known[index];
+    Device &found = known[context_id()];
     if (found.sms() == 0) {
+        int index, major, minor, all;
+        check(cudaGetDevice(&index));
+        check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
+        check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
+        check(cudaDeviceGetAttribute(&all, cudaDevAttrMultiProcessorCount, index));
+        if (major != 9 || minor != 0)  // the library holds code for 9.0 only
+            throw std::runtime_error("device has compute capability " + std::to_string(major) + "." + std::to_string(minor) +
+                                     "; supported: 9.0 (H100, H200)");
+        const int sms = context_sms(all);
         check(allow_shared_memory(flashmhf_takes_an_sm, shared_memory_limit));
-        for (int size = 1; size <= max_slices; ++size) found.clusters[size - 1] = count_clusters(size);
-        found.large_clusters = count_clusters(large_slices);
+        for (int size = 1; size <= max_slices; ++size) found.clusters[size - 1] = count_clusters(size, sms);
+        found.large_clusters = count_clusters(large_slices, sms);
         if (found.sms() == 0) check(cudaErrorNotSupported);
     }
     return found;

@@ -14,7 +14,8 @@ struct Device {
     int sms() const { return clusters[0]; }
 };
 
-// The current device. It is asked once, in the context of the first call. Throws std::runtime_error where it runs no CTA that takes an SM.
-Device describe_device();
+// What the current context may use of its device: of a green context, its partition. Each context is asked once. Throws std::runtime_error
+// where it runs no CTA that takes an SM, and on a device that the kernels are not for.
+const Device &describe_device();
 
 }  // namespace flashmhf

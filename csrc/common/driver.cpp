@@ -1,23 +1,26 @@
 #include "common/driver.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
 namespace flashmhf {
 namespace {
 
-// A function of the driver by its name in CUDA 12.0.
-void *driver_function(const char *name) {
+// A function of the driver as CUDA `version` has it, or null.
+void *find_driver_function(const char *name, [[maybe_unused]] unsigned version = 12000) {
     void *function = nullptr;
     cudaDriverEntryPointQueryResult found;
 #if CUDART_VERSION >= 12050
-    const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
+    const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &found);
 #else  // CUDA 12.4 knows the entry point of its own version only
     const cudaError_t error = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found);
 #endif
-    if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || function == nullptr)
-        throw std::runtime_error(std::string("the NVIDIA driver has no ") + name + " (CUDA 12.0)");
-    return function;
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? function : nullptr;
+}
+void *driver_function(const char *name) {
+    if (void *function = find_driver_function(name)) return function;
+    throw std::runtime_error(std::string("the NVIDIA driver has no ") + name + " (CUDA 12.0)");
 }
 
 }  // namespace
@@ -79,6 +82,23 @@ cudaError_t ensure_context(int device) {
     static const auto device_of_context = reinterpret_cast<decltype(&cuCtxGetDevice)>(driver_function("cuCtxGetDevice"));
     CUdevice current;
     return device_of_context(&current) == CUDA_SUCCESS && current == device ? cudaSuccess : cudaSetDevice(device);
+}
+
+uint64_t context_id() {
+    static const auto id_of = reinterpret_cast<decltype(&cuCtxGetId)>(driver_function("cuCtxGetId"));
+    unsigned long long id = 0;
+    if (id_of(nullptr, &id) != CUDA_SUCCESS) throw std::runtime_error("the thread has no CUDA context");
+    return id;
+}
+
+int context_sms(int all) {
+    static const auto current = reinterpret_cast<decltype(&cuCtxGetCurrent)>(driver_function("cuCtxGetCurrent"));
+    static const auto resource_of = reinterpret_cast<decltype(&cuCtxGetDevResource)>(find_driver_function("cuCtxGetDevResource", 12040));
+    CUcontext context;
+    CUdevResource resource;
+    if (!resource_of || current(&context) != CUDA_SUCCESS || resource_of(context, &resource, CU_DEV_RESOURCE_TYPE_SM) != CUDA_SUCCESS)
+        return all;
+    return std::min(all, static_cast<int>(resource.sm.smCount));
 }
 
 }  // namespace flashmhf

@@ -34,4 +34,9 @@ CUtensorMap weight_map(const char *what, bool bf16, const Shape &shape, const vo
 // another one than the primary context's.
 cudaError_t ensure_context(int device);
 
+// The number of the current context, which no other one of the process has, had or gets.
+uint64_t context_id();
+// The SMs that the current context may use: in a green context fewer than `all` of the device, where the driver can say so (CUDA 12.4).
+int context_sms(int all);
+
 }  // namespace flashmhf

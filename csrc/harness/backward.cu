@@ -6,6 +6,7 @@
 //
 // Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error. With launches=1 check=0 it is what ncu and compute-sanitizer want.
 #include "backward/launch.h"
+#include "backward/policy.h"
 #include "common/device.h"
 #include "harness/harness.cuh"
 
@@ -122,12 +123,13 @@ template <typename T> int run(const Arguments &options) {
     const std::string kernels = options.choice("kernels", {"auto", "fused", "ordered", "pair"});
     BackwardPlan plan = plan_backward(s, task, device);
     if (kernels != "auto" || options.number("groups")) {
-        const bool may_fuse = task.tokens && task.weights && d < 256;
+        const bool may_fuse = task.tokens && task.weights && s.head_dim <= widest_fused;
         const Kernels forced = kernels == "auto"      ? plan.kernels
                                : kernels == "fused"   ? Kernels::fused
                                : kernels == "ordered" ? Kernels::ordered
                                                       : Kernels::pair;
-        if (forced != Kernels::pair && !may_fuse) throw std::invalid_argument("kernels=" + kernels + " needs needs=both and d_h < 256");
+        if (forced != Kernels::pair && !may_fuse)
+            throw std::invalid_argument("kernels=" + kernels + " needs needs=both and a d_h of at most " + std::to_string(widest_fused));
         plan = plan_backward(s, task, device, forced, static_cast<int>(options.number("groups")));
     }
     const Buffer<float> workspace(plan.workspace());

@@ -25,7 +25,7 @@ ProblemSizes check(const Inputs &in) {
     return sizes;
 }
 
-// The token axes of q, R and grad_out. A tensor with other axes than q's, or which TMA cannot read, is copied to a contiguous one.
+// The token axes of q, which is readable, R and grad_out. A tensor with other axes than q's, or which TMA cannot read, is copied to a contiguous one.
 TokenAxes all_token_axes(const Tensor &q, std::optional<Tensor> &r, Tensor &grad_out) {
     token_axes(q, r);
     if (std::optional<TokenAxes> axes = collapse(q, r ? &*r : nullptr, &grad_out))
@@ -33,12 +33,14 @@ TokenAxes all_token_axes(const Tensor &q, std::optional<Tensor> &r, Tensor &grad
     Tensor copy = new_dense(grad_out, sizes_of(grad_out));
     torch::stable::copy_(copy, grad_out);
     grad_out = copy;
-    return token_axes(q, r, &grad_out);
+    return *collapse(q, r ? &*r : nullptr, &grad_out);
 }
 
 Gradients run(const Inputs &in, const char *range, bool deterministic, bool needs_tokens, bool needs_weights) {
     const ProblemSizes sizes = check(in);
-    const DeviceScope scope(in.q.get_device_index(), range, sizes.range());
+    const DeviceScope scope(in.q.get_device_index());
+    const NvtxRange marked(range, sizes.range());
+    if (sizes.tokens > 0) check_readable(in.q);
     auto like = [&](const Tensor &x, bool needed) { return needed ? new_dense(x, sizes_of(x)) : new_dense(in.q, std::array{int64_t{0}}); };
     const Tensor &gate = in.r ? *in.r : in.w ? *in.w : in.q;
     const bool needs_gate = in.r ? needs_tokens : in.w && needs_weights;
@@ -60,7 +62,6 @@ Gradients run(const Inputs &in, const char *range, bool deterministic, bool need
         if (r) *r = torch::stable::contiguous(*r);
         axes = all_token_axes(q, r, grad_out);
     }
-    check_readable(q, axes);
 
     auto data = [](const Tensor &x, bool needed) { return needed ? x.data_ptr() : nullptr; };
     BackwardProblem problem{operands_of(q, in.k, in.u, in.v, r, in.w, in.eps, axes, sizes)};
@@ -72,11 +73,11 @@ Gradients run(const Inputs &in, const char *range, bool deterministic, bool need
     problem.dv = data(dv, needs_weights);
     (in.r ? problem.dr : problem.dw) = data(d_gate, needs_gate);
 
-    const BackwardPlan plan = plan_backward(problem.shape, backward_task(problem), describe_device());
+    const BackwardPlan plan = plan_backward(problem.shape, backward_task(problem), scope.device);
     // Returned to PyTorch's allocator at the end, which keeps the order of the stream.
     const Tensor workspace = new_dense(q, std::array{plan.workspace()}, aoti_torch_dtype_float32());
     const BackwardLaunch launch = prepare_backward(problem, plan, static_cast<float *>(workspace.data_ptr()));
-    check_cuda(launch_backward(problem.shape.head_dim, launch, current_stream(q.get_device_index())));
+    check_cuda(launch_backward(problem.shape.head_dim, launch, scope.stream));
     return out;
 }
 

@@ -152,26 +152,24 @@ inline std::optional<TokenAxes> collapse(const Tensor &q, const Tensor *r, const
     return t;
 }
 
-// The token axes of q and, where given, R. An R with other axes than q's is copied to a contiguous tensor, which has every axis.
-inline TokenAxes token_axes(const Tensor &q, std::optional<Tensor> &r, const Tensor *grad_out = nullptr) {
-    std::optional<TokenAxes> axes = collapse(q, r ? &*r : nullptr, grad_out);
-    if (!axes && r) {
-        *r = torch::stable::contiguous(*r);
-        axes = collapse(q, &*r, grad_out);
-    }
-    STD_TORCH_CHECK(axes, "the leading dimensions of q do not collapse to one or two token strides");
-    return *axes;
-}
-
 // Whether TMA can read x [..., H, d_h] through these strides of its tokens.
 inline bool readable(const Tensor &x, const TokenAxes &axes, TokenAxes::Strides strides) {
     const int64_t head_axis = x.dim() - 2;
     return x.stride(head_axis + 1) == 1 && aligned(x.data_ptr()) && strided(x.size(head_axis), x.stride(head_axis), element_bytes) &&
            strided(axes.length, strides.token, element_bytes) && strided(axes.batch, strides.batch, element_bytes);
 }
-inline void check_readable(const Tensor &q, const TokenAxes &axes) {
-    STD_TORCH_CHECK(readable(q, axes, axes.of[TokenAxes::q]),
+inline void check_readable(const Tensor &q) {
+    const std::optional<TokenAxes> axes = collapse(q, nullptr);
+    STD_TORCH_CHECK(axes, "the leading dimensions of q do not collapse to one or two token strides");
+    STD_TORCH_CHECK(readable(q, *axes, axes->of[TokenAxes::q]),
                     "q's last dimension must be contiguous, and its strides and storage offset positive multiples of 16 bytes");
+}
+// The token axes of q, which is readable, and, where given, R. An R with other axes than q's is copied to a contiguous tensor, which has
+// every axis.
+inline TokenAxes token_axes(const Tensor &q, std::optional<Tensor> &r) {
+    if (const std::optional<TokenAxes> axes = collapse(q, r ? &*r : nullptr)) return *axes;
+    *r = torch::stable::contiguous(*r);
+    return *collapse(q, &*r);
 }
 inline TokenTensor token_tensor(const Tensor &x, TokenAxes::Strides strides) {
     return {x.data_ptr(), strides.batch, strides.token, x.stride(x.dim() - 2)};

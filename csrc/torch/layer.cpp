@@ -2,11 +2,9 @@
 // the bound: calls from Python, each with its checks, take longer to queue than the GPU takes to run them.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 
-#include "checks.h"
 #include "layer/launch.h"
 #include "operators.h"
 #include "project/plan.h"
-#include "scope.h"
 #include "tensors.h"
 
 namespace flashmhf {
@@ -30,7 +28,7 @@ Tensor rows_of(const Tensor &x, int64_t d_model) {
     return torch::stable::reshape(x, {-1, d_model});
 }
 
-void normalise(const Tensor &q, const Tensor &weight, double eps) {
+void normalise(const DeviceScope &scope, const Tensor &q, const Tensor &weight, double eps) {
     const QNormParams params{.q = q.data_ptr(),
                              .weight = weight.data_ptr(),
                              .rows = q.size(0) * weight.size(0),
@@ -38,7 +36,7 @@ void normalise(const Tensor &q, const Tensor &weight, double eps) {
                              .eps = static_cast<float>(eps),
                              .float_weight = weight.scalar_type() == ScalarType::Float};
     auto launch = q.scalar_type() == ScalarType::BFloat16 ? launch_q_norm<true> : launch_q_norm<false>;
-    check_cuda(launch(static_cast<int>(weight.size(1)), params, current_stream(q.get_device_index())));
+    check_cuda(launch(static_cast<int>(weight.size(1)), params, scope.stream));
 }
 
 // W [N, K] and bias, in x's type.
@@ -75,7 +73,7 @@ struct Frame {
         const ScalarType type = x.scalar_type();
         const int64_t d_model = x.size(x.dim() - 1), weight_heads = k.size(0), subnet_dim = k.size(2);
         return (type == ScalarType::BFloat16 || type == ScalarType::Half) && d_model > 0 && HeadDims::contains(head_dim()) &&
-               subnet_dim >= 16 && subnet_dim % 16 == 0 && weight_heads > 0 && heads() % weight_heads == 0 &&
+               subnet_dim >= 16 && subnet_dim % 16 == 0 && weight_heads > 0 && heads() % weight_heads == 0 && subnets() > 0 &&
                reads(w, {heads(), head_dim(), k.size(1)}, type, true) && reads(in, inner(), d_model) &&
                reads(out, out.w.size(0), inner()) &&
                (!norm || (QNormHeadDims::contains(head_dim()) && reads(*norm, {heads(), head_dim()}, type, true)));
@@ -90,11 +88,13 @@ bool takes_few(int64_t tokens, const Projection &p, const Device &device) {
 
 constexpr int64_t chunk_tokens = 16384;
 
-// mix: Q [T, H, d_h] -> S. More than chunk_tokens tokens run in equal chunks of at most so many, so that the peak memory beyond x is the
+// `in` is the mix of Q [T, H, d_h]. More than chunk_tokens tokens run in equal chunks of at most so many, so that the peak memory beyond x is the
 // result and S of one chunk.
-template <typename Mix> Tensor run(const Frame &f, const char *name, int64_t subnet_dim, Mix mix) {
-    const DeviceScope scope(f.x.get_device_index(), name,
-                            {f.x.numel() / f.x.size(f.x.dim() - 1), f.heads(), f.head_dim(), f.subnets(), subnet_dim});
+Tensor run(const Frame &f, const ForwardInputs &in) {
+    const bool fp8 = in.format == WeightFormat::e4m3;
+    const DeviceScope scope(f.x.get_device_index());
+    ProblemSizes mix{f.x.numel() / f.x.size(f.x.dim() - 1), f.heads(), f.head_dim(), f.subnets(), in.k.size(2), f.heads() / in.k.size(0)};
+    const NvtxRange range(fp8 ? "fp8_layer" : "layer", mix.range());
     const int64_t features = f.out.w.size(0);
     std::vector<int64_t> sizes(f.x.sizes().begin(), f.x.sizes().end());
     sizes.back() = features;
@@ -102,14 +102,17 @@ template <typename Mix> Tensor run(const Frame &f, const char *name, int64_t sub
 
     const Tensor rows = rows_of(f.x, f.in.w.size(1));
     const int64_t tokens = rows.size(0);
-    const Device device = describe_device();
     auto mixed = [&](const Tensor &q) {
-        if (f.norm) normalise(q, *f.norm, f.norm_eps);
-        return dense_view(mix(dense_view(q, std::array{q.size(0), f.heads(), f.head_dim()})), std::array{q.size(0), f.inner()});
+        if (f.norm) normalise(scope, q, *f.norm, f.norm_eps);
+        mix.tokens = q.size(0);
+        const Tensor heads = dense_view(q, std::array{mix.tokens, f.heads(), f.head_dim()});
+        return dense_view(run_forward(scope, fp8 ? "fp8_forward" : "gated_forward", heads, in, mix), std::array{mix.tokens, f.inner()});
     };
     // The projection kernel, which reads x by TMA, takes both projections or none.
-    if (readable_rows(rows) && takes_few(tokens, f.in, device) && takes_few(tokens, f.out, device))
-        return dense_view(project_behind_forward(mixed(project(rows, f.in.w, f.in.bias)), f.out.w, f.out.bias), sizes);
+    if (readable_rows(rows) && takes_few(tokens, f.in, scope.device) && takes_few(tokens, f.out, scope.device)) {
+        const Tensor inner = mixed(run_project(scope, rows, f.in.w, f.in.bias, false));
+        return dense_view(run_project(scope, inner, f.out.w, f.out.bias, true), sizes);
+    }
 
     const Tensor out = new_dense(f.x, sizes), out_rows = dense_view(out, std::array{tokens, features});
     const int64_t chunks = ceil_div(tokens, chunk_tokens);
@@ -136,7 +139,7 @@ std::optional<Tensor> layer(const Tensor &x, const Tensor &in_w, const std::opti
     if (!frame.is_readable<ForwardHeadDims>(k)) return std::nullopt;
     for (const Tensor *weights : {&k, &u, &v})
         if (!frame.reads(*weights, {k.size(0), frame.subnets(), k.size(2), frame.head_dim()}, x.scalar_type())) return std::nullopt;
-    return run(frame, "layer", k.size(2), [&](const Tensor &q) { return gated_forward(q, k, u, v, w, eps, true); });
+    return run(frame, {WeightFormat::same, k, u, v, nullptr, std::nullopt, w, eps});
 }
 
 std::optional<Tensor> fp8_layer(const Tensor &x, const Tensor &in_w, const std::optional<Tensor> &in_bias,
@@ -151,7 +154,7 @@ std::optional<Tensor> fp8_layer(const Tensor &x, const Tensor &in_w, const std::
         if (!frame.reads(*weights, {weight_heads, subnets, subnet_dim, head_dim}, e4m3)) return std::nullopt;
     if (!frame.reads(v8, {weight_heads, subnets, head_dim, subnet_dim}, e4m3)) return std::nullopt;
     if (!frame.reads(scales, {3, weight_heads, subnets}, ScalarType::Float)) return std::nullopt;
-    return run(frame, "fp8_layer", subnet_dim, [&](const Tensor &q) { return fp8_forward(q, k8, u8, v8, scales, std::nullopt, w, eps); });
+    return run(frame, {WeightFormat::e4m3, k8, u8, v8, static_cast<const float *>(scales.data_ptr()), std::nullopt, w, eps});
 }
 
 }  // namespace flashmhf

@@ -6,6 +6,10 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include "checks.h"
+#include "forward/params.h"
+#include "scope.h"
+
 namespace flashmhf {
 
 using torch::stable::Tensor;
@@ -22,9 +26,20 @@ Tensor fp8_forward(const Tensor &q, const Tensor &k8, const Tensor &u8, const Te
 
 // x W^T + bias of few tokens: x [T, K], w [N, K], bias [N] or nothing; [T, N].
 Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias);
-// The same, queued right behind an operator of the forward: w and bias are then read before that one has ended, which is a race behind any
-// other kernel (csrc/project/README.md). For the layer alone: no operator of its own.
-Tensor project_behind_forward(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias);
+
+// The parts of the layer, which has checked its tensors and entered the scope.
+struct ForwardInputs {
+    WeightFormat format;
+    const Tensor &k, &u, &v;
+    const float *scales;      // of e4m3
+    std::optional<Tensor> r;  // or w, or neither
+    std::optional<Tensor> w;
+    double eps;
+};
+Tensor run_forward(const DeviceScope &scope, const char *name, const Tensor &q, const ForwardInputs &in, const ProblemSizes &sizes);
+// behind_forward: queued right behind run_forward; w and bias are then read before that one has ended, which is a race behind any other
+// kernel (csrc/project/README.md).
+Tensor run_project(const DeviceScope &scope, const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool behind_forward);
 
 // The whole layer at inference, x [..., d_model] -> [..., d_out]: linear, split heads, RMS normalisation with weight q_norm [H, d_h] where
 // given, gated_forward, linear. in_w [H d_h, d_model], out_w [d_out, H d_h]. Nothing for tensors of other dtypes, shapes or layouts than

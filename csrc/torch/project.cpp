@@ -1,20 +1,16 @@
-// check -> allocate -> plan -> launch
-#include "checks.h"
+// check -> plan -> allocate -> launch
 #include "operators.h"
 #include "project/launch.h"
-#include "scope.h"
 #include "tensors.h"
 
 namespace flashmhf {
-namespace {
 
-Tensor run(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool weights_ready) {
-    check_projection(x, w, bias);
-    const DeviceScope scope(x.get_device_index(), "project", {.tokens = x.size(0)});
-    Tensor out = new_dense(x, std::array{x.size(0), w.size(0)});
-    if (x.size(0) == 0) return out;
-
-    const ProjectPlan plan = plan_project(x.size(0), w.size(0), describe_device());
+Tensor run_project(const DeviceScope &scope, const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, bool behind_forward) {
+    const NvtxRange range("project", {.tokens = x.size(0)});
+    const std::array sizes{x.size(0), w.size(0)};
+    if (x.size(0) == 0) return new_dense(x, sizes);
+    const ProjectPlan plan = plan_project(x.size(0), w.size(0), scope.device);
+    Tensor out = new_dense(x, sizes);
     const ProjectParams params{.x = x.data_ptr(),
                                .w = w.data_ptr(),
                                .bias = bias ? bias->data_ptr() : nullptr,
@@ -25,16 +21,15 @@ Tensor run(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias, 
                                .block_tokens = plan.block_tokens,
                                .box_tokens = plan.box_tokens,
                                .x_stride = x.stride(0),
-                               .weights_ready = weights_ready};
+                               .weights_ready = behind_forward};
     auto launch = x.scalar_type() == ScalarType::BFloat16 ? launch_project<true> : launch_project<false>;
-    check_cuda(launch(plan, params, current_stream(x.get_device_index())));
+    check_cuda(launch(plan, params, scope.stream));
     return out;
 }
 
-}  // namespace
-
-Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) { return run(x, w, bias, false); }
-
-Tensor project_behind_forward(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) { return run(x, w, bias, true); }
+Tensor project(const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
+    check_projection(x, w, bias);
+    return run_project(DeviceScope(x.get_device_index()), x, w, bias, false);
+}
 
 }  // namespace flashmhf

@@ -1,4 +1,4 @@
-// The calling thread's device and stream, errors as exceptions, and NVTX ranges (FLASHMHF_NVTX=1).
+// The device and stream of a call, errors as exceptions, and NVTX ranges (FLASHMHF_NVTX=1).
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,7 @@
 #include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include "common/device.h"
 #include "common/driver.h"
 
 namespace flashmhf {
@@ -66,23 +67,23 @@ class NvtxRange {
     }
 };
 
-// What every operator enters first: the tensors' device with a context current, a supported capability, and an NVTX range. PyTorch's guard
-// makes no context current when the thread's device is already the wanted one, and a thread that has not used CUDA has none: the driver
-// then refuses to encode tensor maps (CUDA error 201).
+// What a call enters once, when its tensors have been checked: their device, a context of it, and the stream. PyTorch's guard makes no
+// context current when the thread's device is already the wanted one, and a thread that has not used CUDA has none: the driver then refuses
+// to encode tensor maps (CUDA error 201).
 class DeviceScope {
+    torch::stable::accelerator::DeviceGuard guard_;
+
   public:
-    DeviceScope(int device, const char *name, const RangeShape &shape) : guard_(device), range_(name, shape) {
-        check_cuda(ensure_context(device));
-        int major = 0, minor = 0;
-        check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-        check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-        // The library holds code for compute capability 9.0 only.
-        STD_TORCH_CHECK(major == 9 && minor == 0, "device has compute capability ", major, ".", minor, "; supported: 9.0 (H100, H200)");
-    }
+    const Device &device;
+    const cudaStream_t stream;
+
+    explicit DeviceScope(int index) : guard_(index), device(in_context(index)), stream(current_stream(index)) {}
 
   private:
-    torch::stable::accelerator::DeviceGuard guard_;
-    NvtxRange range_;
+    static const Device &in_context(int index) {
+        check_cuda(ensure_context(index));
+        return describe_device();
+    }
 };
 
 }  // namespace flashmhf
