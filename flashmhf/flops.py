@@ -88,4 +88,4 @@ def register() -> None:
             counter.register_flop_formula(packet)(formula)
 
 
-torch_private.DispatchRules.answer(_COUNTER, "_FlopCounterMode", lambda: _count)
+torch_private.answer("counts of operations", _COUNTER, "_FlopCounterMode", lambda: _count)

@@ -1,37 +1,82 @@
-"""PyTorch's private interfaces that flashmhf needs, each in one place, with what it is needed for."""
+"""PyTorch's private interfaces that flashmhf needs, each in one place, with what it is needed for.
+
+A name that this PyTorch lacks costs a feature at most: who asks whether somebody watches hears "somebody", and what
+cannot be registered is named by one warning.
+"""
 
 from __future__ import annotations
 
 import functools
 import operator
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_function_stack as function_modes
-from torch._library import simple_registry
-from torch._library.simple_registry import GenericTorchDispatchRuleHolder
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental import proxy_tensor
-from torch.nn.modules import module
-from torch.utils._device import DeviceContext
 
+try:
+    from torch.utils._device import DeviceContext  # of torch.set_default_device
+except ImportError:
+    DeviceContext = None
+
+
+def find(path: str, missing: Any = None) -> Any:
+    """Return the object at ``path``, or ``missing`` if this PyTorch has none there."""
+    return functools.reduce(lambda owner, name: getattr(owner, name, missing), path.split(".")[1:], torch)
+
+
+@functools.cache
+def warn_lost(feature: str, reason: str) -> None:
+    """Warn once that this PyTorch's private interfaces are others than a ``feature`` of flashmhf needs."""
+    warnings.warn(f"flashmhf does without {feature} on torch {torch.__version__}: {reason}", stacklevel=2)
+
+
+def register(feature: str, registration: Callable[[], object]) -> None:
+    """Register something with PyTorch for a ``feature``, which a private name that is gone costs, with a warning."""
+    try:
+        registration()
+    except (AttributeError, ImportError, NameError, TypeError) as error:
+        warn_lost(feature, str(error))
+
+
+# Dispatch keys
+
+_KEY, _KEY_SET = find("torch._C.DispatchKey"), find("torch._C.DispatchKeySet")
 _DEVICES = {"cpu": "CPU", "cuda": "CUDA", "hpu": "HPU", "mps": "MPS", "xpu": "XPU"}
-_DEVICES[torch._C._get_privateuse1_backend_name()] = "PrivateUse1"
-AUTOCAST_KEYS = {kind: f"Autocast{name}" for kind, name in _DEVICES.items()}
-AUTOCAST_KEYS = {kind: key for kind, key in AUTOCAST_KEYS.items() if hasattr(torch._C.DispatchKey, key)}
+_DEVICES[find("torch._C._get_privateuse1_backend_name", lambda: "privateuseone")()] = "PrivateUse1"
+AUTOCAST_KEYS = {kind: f"Autocast{name}" for kind, name in _DEVICES.items() if hasattr(_KEY, f"Autocast{name}")}
 """The dispatch keys of autocast by device type."""
-_AUTOCAST = functools.reduce(
-    operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)) for key in AUTOCAST_KEYS.values())
+
+
+def _excluding(*keys: str) -> Callable[[], AbstractContextManager] | None:
+    guard = find("torch._C._ExcludeDispatchKeyGuard")
+    if guard is None or _KEY_SET is None or not keys:
+        return None
+    excluded = functools.reduce(operator.or_, (_KEY_SET(getattr(_KEY, key)) for key in keys))
+    return lambda: guard(excluded)
+
+
+below_autograd: Callable[[], AbstractContextManager] = find(
+    "torch._C._AutoDispatchBelowAutograd", _excluding("AutogradFunctionality")
 )
+"""Send operator calls inside to the kernels below autograd: what an autograd kernel calls itself by."""
+_below_autocast = _excluding(*AUTOCAST_KEYS.values())
+
+
+def below_autocast(device_type: str) -> AbstractContextManager:
+    """Make operator calls inside skip the autocast kernels."""
+    return torch.autocast(device_type, enabled=False) if _below_autocast is None else _below_autocast()
+
+
+# Dynamo
 
 
 def never_compiled(function: Callable) -> Callable:
     """Keep Dynamo out of ``function``, as torch.optim does; torch.compiler.disable would import Dynamo at once."""
-    return torch._disable_dynamo(function)
+    return find("torch._disable_dynamo", torch.compiler.disable)(function)
 
 
 def constant_in_graphs(method: Callable) -> Callable:
@@ -42,14 +87,7 @@ def constant_in_graphs(method: Callable) -> Callable:
     return method
 
 
-def below_autograd() -> AbstractContextManager:
-    """Send operator calls inside to the kernels below autograd: what an autograd kernel calls itself by."""
-    return torch._C._AutoDispatchBelowAutograd()
-
-
-def below_autocast() -> AbstractContextManager:
-    """Make operator calls inside skip the autocast kernels."""
-    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+# Who watches, or changes, single calls
 
 
 def autocasts(device_type: str) -> bool:
@@ -59,57 +97,78 @@ def autocasts(device_type: str) -> bool:
     return has_autocast and torch.is_autocast_enabled(device_type)
 
 
-def differentiated_by_functorch(*tensors: Tensor | None) -> bool:
-    """Return whether a torch.func transform that differentiates (grad, vjp, jvp, hessian) wraps one of ``tensors``."""
-    return torch._C._are_functorch_transforms_active() and any(
-        isinstance(x, Tensor) and torch._C._functorch.is_gradtrackingtensor(x) for x in tensors
-    )
+_one: Callable[[], int] = lambda: 1  # noqa: E731
+transforms: Callable[[], bool] = find("torch._C._are_functorch_transforms_active", lambda: True)
+function_modes: Callable[[], int] = find("torch._C._len_torch_function_stack", _one)
+_mode_stack: Callable[[], list] | None = find("torch.overrides._get_current_function_mode_stack")
+_dispatch_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack", _one)
+# of the vmap in which autograd takes batches of gradients; no question above sees it
+is_batched: Callable[[Tensor], bool] = find("torch._C._functorch.is_legacy_batchedtensor", lambda _: True)
+_is_differentiated: Callable[[Tensor], bool] | None = find("torch._C._functorch.is_gradtrackingtensor")
 
 
-def has_tangent(*tensors: Tensor | None) -> bool:
-    """Return whether one of ``tensors`` is a dual tensor of forward-mode differentiation."""
-    return torch.autograd.forward_ad._current_level >= 0 and any(
-        isinstance(x, Tensor) and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors
-    )
+def has_function_mode() -> bool:
+    """Return whether one of the active TorchFunctionModes does more than place new tensors."""
+    return _mode_stack is None or any(type(mode) is not DeviceContext for mode in _mode_stack())
 
 
-def is_observed(device_type: str) -> bool:
-    """Return whether something sees or changes single calls of a network's parts on this device type: autocast,
-    torch.func, forward mode, torch.jit.trace, a dispatch or function mode other than torch.compile's own.
+def is_watched() -> bool:
+    """Return whether something sees or changes single operator calls: torch.func, forward mode, torch.jit.trace, a
+    dispatch mode, a function mode.
     """
-    if torch.compiler.is_compiling():
-        return autocasts(device_type)
     return (
-        autocasts(device_type)
-        or torch._C._are_functorch_transforms_active()
+        _dispatch_modes() > 0
+        or transforms()
         or torch.jit.is_tracing()
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack() > 0
+        or getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
         or (function_modes() > 0 and has_function_mode())
     )
 
 
 def has_global_hooks() -> bool:
-    """Return whether hooks of every module's forward are registered."""
-    return bool(module._global_forward_pre_hooks or module._global_forward_hooks)
+    """Return whether hooks of every module's forward or backward are registered."""
+    hooks = torch.nn.modules.module
+    try:
+        forward = hooks._global_forward_pre_hooks or hooks._global_forward_hooks
+        return bool(forward or hooks._global_backward_pre_hooks or hooks._global_backward_hooks)
+    except AttributeError:
+        return True
 
 
-def has_function_mode() -> bool:
-    """Return whether one of the active TorchFunctionModes does more than place new tensors."""
-    return any(type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack())
+def differentiated_by_functorch(*tensors: Tensor | None) -> bool:
+    """Return whether a torch.func transform that differentiates (grad, vjp, jvp, hessian) wraps one of ``tensors``."""
+    if not transforms():
+        return False
+    if _is_differentiated is None:
+        return True  # or torch.vmap, which then is refused, too
+    return any(isinstance(x, Tensor) and _is_differentiated(x) for x in tensors)
+
+
+def has_tangent(*tensors: Tensor | None) -> bool:
+    """Return whether one of ``tensors`` is a dual tensor of forward-mode differentiation."""
+    if getattr(torch.autograd.forward_ad, "_current_level", 0) < 0:
+        return False
+    unpack = torch.autograd.forward_ad.unpack_dual
+    return any(isinstance(x, Tensor) and unpack(x).tangent is not None for x in tensors)
+
+
+# Tensors and operators in graphs
 
 
 def decomposes_for_inductor(tracer: Any) -> bool:
     """Return whether ``tracer``, a ProxyTorchDispatchMode, decomposes operators as Inductor does, not torch.export."""
     table = getattr(tracer, "decomposition_table", None)  # before torch 2.12 a global
     if table is None:
-        table = proxy_tensor.CURRENT_DECOMPOSITION_TABLE
+        table = find("torch.fx.experimental.proxy_tensor.CURRENT_DECOMPOSITION_TABLE")
+    if table is None:
+        warn_lost("the C++ operators in compiled graphs", "a tracer has no table of decompositions")
+        return False
     return any(getattr(rule, "__module__", None) == "torch._inductor.decomposition" for rule in table.values())
 
 
 def address(x: Tensor) -> int:
     """Return the address of ``x``; for a fake tensor its distance from the begin of an allocation, which is aligned."""
-    return x.storage_offset() * x.element_size() if isinstance(x, FakeTensor) else x.data_ptr()
+    return x.data_ptr() if type(x) in (Tensor, torch.nn.Parameter) else x.storage_offset() * x.element_size()
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -118,27 +177,34 @@ def is_dtensor(tensor: Tensor) -> bool:
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
-class DispatchRules(GenericTorchDispatchRuleHolder):
-    """Answer PyTorch before an operator's call reaches a dispatch mode or a tensor subclass that is imported."""
+_RULES: dict[tuple[str, str], tuple[str, Callable[[], Callable[..., Any] | None]]] = {}
 
-    _answers: dict[tuple[str, str], Callable[[], Callable[..., Any] | None]] = {}
 
-    @classmethod
-    def answer(cls, module: str, name: str, rule: Callable[[], Callable[..., Any] | None]) -> None:
-        """Call ``rule`` when a call meets the class ``name`` of ``module`` or a subclass of it. ``rule`` returns a
-        function that takes the call in place of the class's __torch_dispatch__, or None.
-        """
-        cls._answers[module, name] = rule
+def answer(feature: str, module: str, name: str, rule: Callable[[], Callable[..., Any] | None]) -> None:
+    """Call ``rule`` when an operator's call meets the class ``name`` of ``module``, a dispatch mode or a tensor
+    subclass that somebody has imported, or a subclass of it. ``rule`` returns a function that takes the call in place
+    of the class's __torch_dispatch__, or None.
+    """
+    _RULES[module, name] = feature, rule
 
-    @classmethod
-    def install(cls, op: torch._ops.OpOverload) -> None:
-        """Let the operator ``op`` ask."""
-        qualname = op.__qualname__
-        simple_registry.singleton.find(qualname).torch_dispatch_rules = cls(qualname)
 
-    def find(self, torch_dispatch_class: type) -> Callable[..., Any] | None:
-        for (where, name), rule in self._answers.items():
-            met = getattr(sys.modules.get(where), name, None)
-            if met is not None and issubclass(torch_dispatch_class, met):
-                return rule() or super().find(torch_dispatch_class)
-        return super().find(torch_dispatch_class)
+@functools.cache
+def _holder() -> type:
+    class Holder(torch._library.simple_registry.GenericTorchDispatchRuleHolder):
+        def find(self, torch_dispatch_class: type) -> Callable[..., Any] | None:
+            for (where, name), (feature, rule) in _RULES.items():
+                if (module := sys.modules.get(where)) is None:
+                    continue
+                if (met := getattr(module, name, None)) is None:
+                    warn_lost(feature, f"{where} has no {name}")
+                elif issubclass(torch_dispatch_class, met):
+                    return rule() or super().find(torch_dispatch_class)
+            return super().find(torch_dispatch_class)
+
+    return Holder
+
+
+def ask_rules(op: torch._ops.OpOverload) -> None:
+    """Have PyTorch ask the rules before a call of the operator ``op`` reaches a dispatch mode or a tensor subclass."""
+    registry = torch._library.simple_registry
+    registry.singleton.find(op.__qualname__).torch_dispatch_rules = _holder()(op.__qualname__)

@@ -22,21 +22,17 @@ class ProjectionWeights(NamedTuple):
 class LayerWeights(NamedTuple):
     """The weights of a whole layer: out_proj(S(q_norm(in_proj(x)))).
 
-    mix: k, u, v [H_kv, E, d_e, d_h] in x's dtype, or k8, u8, v8 and scales as :class:`flashmhf.quantize.PackedWeights`
-    has them. router [H, d_h, E], or None for a network without gate; q_norm [H, d_h], or None.
+    networks: k, u, v [H_kv, E, d_e, d_h] in x's dtype, or k8, u8, v8 and scales as in
+    :class:`flashmhf.quantize.PackedWeights`. router [H, d_h, E], or None for a network without gate; q_norm [H, d_h].
     """
 
     in_proj: ProjectionWeights
-    mix: tuple[Tensor, ...]
+    networks: tuple[Tensor, ...]
     router: Tensor | None
     eps: float
     out_proj: ProjectionWeights
     q_norm: Tensor | None = None
     q_norm_eps: float = 0.0
-
-    @property
-    def is_fp8(self) -> bool:
-        return len(self.mix) == 4
 
 
 class Router(NamedTuple):

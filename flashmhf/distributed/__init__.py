@@ -28,7 +28,7 @@ def _register_rules() -> None:
         warnings.warn(f"flashmhf has no sharding rules for DTensor of torch {torch.__version__}: {error}", stacklevel=2)
 
 
-torch_private.DispatchRules.answer("torch.distributed.tensor", "DTensor", _register_rules)
+torch_private.answer("sharding rules", "torch.distributed.tensor", "DTensor", _register_rules)
 
 
 def __getattr__(name: str) -> Any:

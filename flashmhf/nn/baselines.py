@@ -46,10 +46,10 @@ class MHFFN(GroupedHeads):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
-        return self.join_heads(self._mix(x))
+        check_input(x, self.d_model)
+        return self.join_heads(self._mix(self.query(x)))
 
-    def _mix(self, x: Tensor) -> Tensor:
-        q = self.normalise(self.split_heads(x))
+    def _mix(self, q: Tensor) -> Tensor:
         k, u, v = (weight.unsqueeze(1) for weight in (self.k, self.u, self.v))
         if self.backend == "naive":
             return reference.forward(q, k, u, v, activation=self.activation)
@@ -110,6 +110,7 @@ class ParametricKV(MultiHead):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
+        check_input(x, self.d_model)
         q = self.split_heads(x)
         q = q.flatten(0, -3) if q.dim() > 2 else q.unsqueeze(0)
         k, v = (weight.unsqueeze(0).to(q.dtype) for weight in (self.k, self.v))

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, is_grad_enabled, nn
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch import Tensor, nn
 from torch.types import Device
 
-from .. import torch_private
-from ..backends import REFERENCE, check_name
-from ..backends.contract import LayerWeights
+from ..backends import check_name
 from ..checks import epsilon, instance, positive
-from ..ops import layer
 from ..ops.mix import gated_flash_mhf
-from .multihead import GroupedHeads, check_input, has_plain_parts, layer_weights, stays_plain
-from .network import constant
+from .multihead import GroupedHeads, RoutedHeads
 
 
 def default_num_heads(d_model: int) -> int:
@@ -31,11 +26,7 @@ def default_subnet_dim(head_dim: int) -> int:
     return -(-8 * positive("head_dim", head_dim) // (3 * 64)) * 64
 
 
-_PARTS = ("split_heads", "normalise", "_mix", "_weights", "join_heads")
-_WEIGHTS = ("k", "u", "v", "router")
-
-
-class FlashMHF(GroupedHeads):
+class FlashMHF(RoutedHeads, GroupedHeads):
     """Flash multi-head feed-forward network (paper, 3.2): concat_H(sum_e R_e SwiGLU_e(Q)) W_out, Q = split_H(X W_in).
 
     Args:
@@ -54,7 +45,8 @@ class FlashMHF(GroupedHeads):
     the last dimension of x is not d_model or x is on another device, TypeError if x has another dtype than the module.
     """
 
-    router_eps = constant("router_eps")
+    NETWORKS = ("k", "u", "v")
+    router: nn.Parameter
 
     def __init__(
         self, d_model: int, num_heads: int, num_subnets: int, subnet_dim: int | None = None, *,
@@ -84,51 +76,16 @@ class FlashMHF(GroupedHeads):
         """Return the shape (H_kv, E, d_e, d_h) of k, u and v."""
         return self.num_kv_heads, self.num_subnets, self.subnet_dim, self.head_dim
 
-    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _networks(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return k, u, v [H_kv, E, d_e, d_h], also of parameters of three dimensions (flashmhf.integrations.peft)."""
         k, u, v = self.k, self.u, self.v
         if k.dim() != 4:
             k, u, v = (weight.view(self.weight_shape) for weight in (k, u, v))
         return k, u, v
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
-        check_input(x, self.d_model)
-        k = self._parameters.get("k")
-        # In training nothing more is asked, and a compiled graph has no guards on it.
-        trains = is_grad_enabled() and k is not None and k.requires_grad
-        weights = None if trains else self._plain_weights()
-        y = None if weights is None else layer.run(x, weights, self.backend, self.activation)
-        return self.join_heads(self._mix(self.split_heads(x))) if y is None else y
-
-    def _plain_weights(self) -> LayerWeights | None:
-        """Return the weights if the module and its parts compute what their classes say, else None."""
-        if self.backend == REFERENCE and is_compiling():
-            return None  # compiled graphs and exported programs of the definition consist of PyTorch's own operations
-        if not self._is_plain() or (is_dynamo_compiling() and not stays_plain(self, _PARTS)):
-            return None
-        parameters = self._parameters
-        k, u, v, router = parameters["k"], parameters["u"], parameters["v"], parameters["router"]
-        return layer_weights(self, (k, u, v) if k.dim() == 4 else self._weights(), router)
-
-    @torch_private.constant_in_graphs
-    def _is_plain(self) -> bool:
-        """Return whether that holds now; a compiled graph holds the answer of when it was made."""
-        kind, own, parameters = type(self), self.__dict__, self._parameters
-        for name in _PARTS:
-            if name in own or (kind is not FlashMHF and getattr(kind, name) is not getattr(FlashMHF, name)):
-                return False
-        for name in _WEIGHTS:
-            if parameters.get(name) is None:
-                return False  # computed, as pruning does
-        return has_plain_parts(self, parameters.values())
-
     def _mix(self, q: Tensor) -> Tensor:
-        """Return S for Q, both [..., H, d_h]. The caller keeps no Q: without gradients it is freed before out_proj."""
         how = {"deterministic": self.deterministic, "backend": self.backend, "activation": self.activation}
-        return gated_flash_mhf(self.normalise(q), *self._weights(), self.router, self.router_eps, **how)
+        return gated_flash_mhf(q, *self._networks(), self.router, self.router_eps, **how)
 
-    def extra_repr(self) -> str:
-        names = ["d_model", "num_heads", "num_subnets", "subnet_dim"]
-        names += ["num_kv_heads"] if self.num_kv_heads != self.num_heads else []
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
+FlashMHF.define()

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from types import MethodType
+import operator
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.types import Device
 
 from .. import checks, reference, torch_private
+from ..backends import REFERENCE
 from ..backends.contract import LayerWeights, ProjectionWeights
 from ..checks import divisor, epsilon, flag, positive
-from ..ops.layer import all_ordinary
+from ..ops import layer
 from .init import GATED_VARIANCE
 from .network import Network, constant
-
-_FORWARD, _LINEAR = nn.Linear.forward, functional.linear  # as PyTorch has them: programs patch both
+from .plain import are_plain, are_traced, define, stays_plain
 
 
 def check_input(x: Tensor, d_model: int) -> None:
@@ -30,24 +29,24 @@ def check_input(x: Tensor, d_model: int) -> None:
         raise ValueError(f"x has shape {list(x.shape)}; expected [..., d_model] with d_model = {d_model}")
 
 
-def check_matches(x: Tensor, first: nn.Module | Tensor) -> None:
-    """Refuse an x of another dtype or device than the weights it meets first: those of a linear layer, or a parameter.
+def check_matches(x: Tensor, first: nn.Module | Tensor | None, name: str = "x") -> None:
+    """Refuse an x of another dtype or device than the weights it meets: those of a linear layer, or a parameter.
 
     Weights that are not plain parameters, and layers that are hooked, patched or replaced, may convert x themselves.
     """
     weight = first
     if isinstance(first, nn.Module):
-        if type(first).forward is not _FORWARD or "forward" in first.__dict__ or first._forward_pre_hooks:
+        if type(first).forward is not nn.Linear.forward or "forward" in first.__dict__ or first._forward_pre_hooks:
             return
         weight = first._parameters.get("weight")
     if type(weight) is not nn.Parameter or type(x) not in (Tensor, nn.Parameter):
         return
     if x.device != weight.device:
-        raise ValueError(f"x is on {x.device} but the module is on {weight.device}; move one of them with .to()")
+        raise ValueError(f"{name} is on {x.device} but the module is on {weight.device}; move one of them with .to()")
     if x.dtype != weight.dtype and not torch_private.autocasts(x.device.type):
         found, supported = map(checks.name_of, (x.dtype, weight.dtype))
         advice = "module.to(x.dtype) changes it, torch.autocast takes any"
-        raise TypeError(f"x has dtype {found}; supported: {supported}, the module's dtype; {advice}")
+        raise TypeError(f"{name} has dtype {found}; supported: {supported}, the module's dtype; {advice}")
 
 
 class HeadRMSNorm(nn.Module):
@@ -70,54 +69,129 @@ class HeadRMSNorm(nn.Module):
         return reference.normalise_heads(q, self.weight, self.eps)
 
 
-_KINDS = {"in_proj": nn.Linear, "out_proj": nn.Linear, "q_norm": HeadRMSNorm}
+define(HeadRMSNorm)
+_PARTS = {"in_proj": nn.Linear, "out_proj": nn.Linear, "q_norm": HeadRMSNorm}
 
 
-def has_plain_parts(module: nn.Module, tensors: Iterable[Tensor]) -> bool:
-    """Return whether no part of a layer is hooked, replaced, patched or computed, nor a weight a tensor subclass's."""
-    modules = module._modules  # not attributes, each of which takes the host a microsecond
-    if (nn.Linear.forward, functional.linear) != (_FORWARD, _LINEAR) or torch_private.has_global_hooks():
-        return False
-    for name, kind in _KINDS.items():
-        part = modules.get(name)
-        if part is None and kind is HeadRMSNorm:
-            continue
-        # A subclass that keeps the forward, such as Projection, computes what its base does.
-        if getattr(type(part), "forward", None) is not kind.forward or "forward" in part.__dict__:
-            return False
-        if part._forward_pre_hooks or part._forward_hooks:
-            return False
-        # what a parametrisation, pruning or spectral_norm computes is no parameter
-        held = part._parameters
-        if held.get("weight") is None or (kind is nn.Linear and "bias" not in held):
-            return False
-        tensors = (*tensors, *held.values())
-    return all_ordinary(tensors)
-
-
-def stays_plain(module: nn.Module, methods: Iterable[str]) -> bool:
-    """Return True, traced after :func:`has_plain_parts`: the graph then asks in every call what PyTorch's own compiled
-    modules ask, whether an instance got a method of its own or linear was patched. Hooks and classes they do not ask.
+class Heads(nn.Module):
+    """The ends of a multi-head network: in_proj, heads, q_norm and out_proj, of which in_proj and out_proj or q_norm
+    may be None.
     """
-    for name in methods:
-        if not isinstance(getattr(module, name), MethodType):
+
+    d_model: int
+    head_dim: int
+    in_proj: nn.Linear | None
+    out_proj: nn.Linear | None
+    q_norm: HeadRMSNorm | None
+
+    @property
+    def skip_linear(self) -> bool:
+        return self.in_proj is None
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """Return split_H(X W_in) [..., H, d_h] for x [..., d_model], a view of the projection's result. H is what
+        in_proj gives: under tensor parallelism a rank has some of the heads.
+        """
+        in_proj = self.in_proj
+        check_matches(x, self._parameters.get("k") if in_proj is None else in_proj)
+        return (x if in_proj is None else in_proj(x)).unflatten(-1, (-1, self.head_dim))
+
+    def normalise(self, q: Tensor) -> Tensor:
+        """Return q_norm(Q), or Q if it is off; [..., H, d_h]."""
+        return q if self.q_norm is None else self.q_norm(q)
+
+    def query(self, x: Tensor) -> Tensor:
+        """Return Q [..., H, d_h], which meets the heads' networks, for x [..., d_model]."""
+        return self.normalise(self.split_heads(x))
+
+    def join_heads(self, mixed: Tensor) -> Tensor:
+        """Return concat_H(S) W_out [..., d_model] for S [..., H, d_h]."""
+        mixed = mixed.flatten(-2)
+        if self.out_proj is None:
+            return mixed
+        check_matches(mixed, self.out_proj, "the input of out_proj")
+        return self.out_proj(mixed)
+
+
+class RoutedHeads(Heads):
+    """The base of the networks with a router, in 16 bits and in FP8: a call is one operator where nobody would notice,
+    or else the calls of its parts. A subclass says which tensors its heads' networks are, and how S follows from Q.
+    """
+
+    NETWORKS: ClassVar[tuple[str, ...]]
+    METHODS: ClassVar[tuple[str, ...]] = ("query", "split_heads", "normalise", "_mix", "_networks", "join_heads")
+    _DEFINED: ClassVar[tuple[object, ...]]
+    router_eps = constant("router_eps")
+    backend: str
+    activation: str
+
+    @classmethod
+    def define(cls) -> None:
+        """Hold the methods of the class, before a program can change them."""
+        cls._DEFINED = _methods(cls)
+
+    def _networks(self) -> tuple[Tensor, ...]:
+        """Return the tensors of the heads' networks, [H_kv, E, ...]."""
+        raise NotImplementedError
+
+    def _mix(self, q: Tensor) -> Tensor:
+        """Return S for Q, both [..., H, d_h]. The caller keeps no Q: without gradients it is freed before out_proj."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
+        check_input(x, self.d_model)
+        k = self._parameters.get("k")
+        # In training nothing more is asked, and a compiled graph has no guards on it.
+        if not (is_grad_enabled() and k is not None and k.requires_grad):
+            weights = self._plain_weights()
+            y = None if weights is None else layer.run(x, weights, self.backend, self.activation)
+            if y is not None:
+                return y
+        return self.join_heads(self._mix(self.query(x)))
+
+    def _plain_weights(self) -> LayerWeights | None:
+        """Return the weights if the module and its parts compute what their classes say, else None."""
+        if self.backend == REFERENCE and is_compiling():
+            return None  # compiled graphs and exported programs of the definition consist of PyTorch's own operations
+        if not self._is_plain() or (is_dynamo_compiling() and not stays_plain(self, self.METHODS)):
+            return None
+        modules, own = self._modules, self._parameters or self._buffers  # attributes take the host a microsecond each
+        first, last, q_norm = modules["in_proj"]._parameters, modules["out_proj"]._parameters, modules.get("q_norm")
+        networks: tuple[Tensor, ...] = ()
+        for name in self.NETWORKS:
+            networks += (own[name],)
+        if networks[0].dim() != 4:
+            networks = self._networks()
+        ends = ProjectionWeights(first["weight"], first["bias"]), ProjectionWeights(last["weight"], last["bias"])
+        norm = (None, 0.0) if q_norm is None else (q_norm._parameters["weight"], q_norm.eps)
+        return LayerWeights(ends[0], networks, own["router"], float(self._router_eps), ends[1], *norm)
+
+    @torch_private.constant_in_graphs
+    def _is_plain(self) -> bool:
+        """Return whether that holds now; a compiled graph holds the answer of when it was made."""
+        kind, own = type(self), self._parameters or self._buffers
+        if (methods := _methods(kind)) != kind._DEFINED and not are_traced(methods, kind._DEFINED):
             return False
-    for part in module._modules.values():
-        if part is not None and not isinstance(part.forward, MethodType):
+        if not self.__dict__.keys().isdisjoint(_NAMES):
             return False
-    return functional.linear is _LINEAR
+        for name in (*self.NETWORKS, "router"):
+            # computed, as by pruning, or by a property of a subclass
+            if own.get(name) is None or ("_DEFINED" not in kind.__dict__ and hasattr(kind, name)):
+                return False
+        return are_plain(self._modules, _PARTS)
+
+    def extra_repr(self) -> str:
+        names = ["d_model", "num_heads", "num_subnets", "subnet_dim"]
+        names += ["num_kv_heads"] if self.num_kv_heads != self.num_heads else []
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
-def layer_weights(module: nn.Module, networks: tuple[Tensor, ...], router: Tensor) -> LayerWeights:
-    """Return the weights of a layer that has plain parts."""
-    modules = module._modules
-    first, last, q_norm = modules["in_proj"]._parameters, modules["out_proj"]._parameters, modules.get("q_norm")
-    ends = ProjectionWeights(first["weight"], first["bias"]), ProjectionWeights(last["weight"], last["bias"])
-    norm = (None, 0.0) if q_norm is None else (q_norm._parameters["weight"], q_norm.eps)
-    return LayerWeights(ends[0], networks, router, float(module._router_eps), ends[1], *norm)
+_methods = operator.attrgetter("__call__", "_call_impl", "__getattr__", "router_eps", *RoutedHeads.METHODS)
+_NAMES = ("_call_impl", "in_proj", "k", "k8", "u", "u8", "v", "v8", "scales", "router", *RoutedHeads.METHODS)
 
 
-class MultiHead(Network):
+class MultiHead(Heads, Network):
     """The base of FlashMHF, MHFFN and ParametricKV: W_in, heads, W_out. ``k`` and its siblings belong to the subclass.
     skip_linear leaves out W_in and W_out: the heads are slices of x and of the result.
     """
@@ -125,8 +199,6 @@ class MultiHead(Network):
     # The dimension of each parameter along which its heads lie: tensor parallelism divides it. Others are whole.
     _ROWS = ("k", "u", "v", "router", "q_norm.weight", "in_proj.weight", "in_proj.bias")
     SHARDED: ClassVar[dict[str, int]] = dict.fromkeys(_ROWS, 0) | {"out_proj.weight": 1}
-    in_proj: nn.Linear | None
-    out_proj: nn.Linear | None
 
     def __init__(
         self, d_model: int, num_heads: int, bias: bool, device: Device, dtype: torch.dtype | None,
@@ -143,22 +215,6 @@ class MultiHead(Network):
         self.in_proj = self.out_proj = None
         for name in () if skip_linear else ("in_proj", "out_proj"):
             self._add_projection(name, (self.d_model, self.d_model), name, self.d_model, bias, device, dtype)
-
-    @property
-    def skip_linear(self) -> bool:
-        return self.in_proj is None
-
-    def split_heads(self, x: Tensor) -> Tensor:
-        """Return Q = split_H(X W_in) [..., H, d_h] for x [..., d_model], a view of the projection's result. H is what
-        in_proj gives: under tensor parallelism a rank has some of the heads.
-        """
-        check_input(x, self.d_model)
-        check_matches(x, self.k if self.skip_linear else self.in_proj)
-        return (x if self.skip_linear else self.in_proj(x)).unflatten(-1, (-1, self.head_dim))
-
-    def join_heads(self, mixed: Tensor) -> Tensor:
-        """Return concat_H(S) W_out [..., d_model] for S [..., H, d_h]."""
-        return mixed.flatten(-2) if self.skip_linear else self.out_proj(mixed.flatten(-2))
 
 
 class GroupedHeads(MultiHead):
@@ -189,7 +245,3 @@ class GroupedHeads(MultiHead):
             self.scheme.draw(getattr(self, name), name, std)
         if self.q_norm is not None:
             self.q_norm.reset_parameters()
-
-    def normalise(self, q: Tensor) -> Tensor:
-        """Return q_norm(Q), or Q if it is off; [..., H, d_h]."""
-        return q if self.q_norm is None else self.q_norm(q)

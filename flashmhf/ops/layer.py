@@ -6,20 +6,19 @@ on that number, and CUDA graphs can capture it. Whether a module's call may run 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled
-from torch.compiler import is_dynamo_compiling
-from torch.nn.functional import linear
+from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.nn import functional
 
 from .. import backends, checks, reference
 from ..backends.contract import LayerWeights, ProjectionWeights
-from ..torch_private import function_modes, has_function_mode, is_observed
-from .library import define, register_vmap
+from ..torch_private import autocasts, function_modes, has_function_mode
+from .library import ORDINARY, define, is_direct, register_vmap
 
-_ORDINARY = (Tensor, torch.nn.Parameter)
 CHUNK_TOKENS = 16384  # more tokens run in equal chunks of at most this many: one chunk of Q and S at a time
 
 
@@ -53,7 +52,7 @@ def _fp8_layer(
 def _check(x: Tensor, weights: LayerWeights) -> None:
     """Raise for weights that do not belong together or to x; the operators of the heads' networks check the rest."""
     in_proj, networks, _, _, out_proj, q_norm, q_norm_eps = weights
-    name = "k8" if weights.is_fp8 else "k"
+    name = "k8" if len(networks) == 4 else "k"
     checks.tensors(x=x, in_w=in_proj.w, out_w=out_proj.w, **{name: networks[0]})
     checks.floating("x", x)
     checks.weight_shape(networks[0], name)
@@ -78,22 +77,22 @@ def _project(x: Tensor, projection: ProjectionWeights, out: Tensor | None = None
     """Return x W^T + b, written into ``out`` [T, N] if there is one."""
     w, bias = projection
     if out is None:
-        return linear(x, w, bias)
+        return functional.linear(x, w, bias)
     return torch.mm(x, w.t(), out=out) if bias is None else torch.addmm(bias, x, w.t(), out=out)
 
 
 def _mix(q: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
     """Return S for Q, both [..., H d_h]."""
-    heads = q.unflatten(-1, (-1, weights.mix[0].shape[3]))
+    heads = q.unflatten(-1, (-1, weights.networks[0].shape[3]))
     if weights.q_norm is not None:
         heads = reference.normalise_heads(heads, weights.q_norm, weights.q_norm_eps)
-    if weights.is_fp8:
-        mixed = torch.ops.flashmhf.fp8_gated_forward(heads, *weights.mix, weights.router, weights.eps, backend=backend)
+    operands = (heads, *weights.networks, weights.router, weights.eps)
+    if len(weights.networks) == 4:
+        mixed = torch.ops.flashmhf.fp8_gated_forward(*operands, backend=backend)
     elif weights.router is None:
-        mixed = torch.ops.flashmhf.forward(heads, *weights.mix, backend=backend, activation=activation)
+        mixed = torch.ops.flashmhf.forward(heads, *weights.networks, backend=backend, activation=activation)
     else:
-        gate = (weights.router, weights.eps)
-        mixed = torch.ops.flashmhf.gated_forward(heads, *weights.mix, *gate, backend=backend, activation=activation)
+        mixed = torch.ops.flashmhf.gated_forward(*operands, backend=backend, activation=activation)
     return mixed.flatten(-2)
 
 
@@ -107,10 +106,10 @@ def _by_parts(x: Tensor, weights: LayerWeights, backend: str, activation: str, o
 def values(call: Call) -> Tensor:
     """Return the layer's result: what both operators run on every device."""
     x, weights, backend, activation = call
-    if weights.mix[0].dim() == 4:
-        _, _, d_e, d_h = weights.mix[0].shape
+    if weights.networks[0].dim() == 4 and 0 <= weights.eps < math.inf:
+        _, _, d_e, d_h = weights.networks[0].shape
         case = (backend, x.device, x.dtype, d_h, d_e)
-        chosen = backends.select_fp8(*case) if len(weights.mix) == 4 else backends.select(*case, activation)
+        chosen = backends.select_fp8(*case) if len(weights.networks) == 4 else backends.select(*case, activation)
         y = chosen.layer(x, weights)
         if y is not None:
             return y
@@ -147,7 +146,7 @@ def _fake(call: Call) -> Tensor:
 
 def _in_graph(call: Call) -> Tensor | None:
     x, weights, backend, activation = call
-    _, _, d_e, d_h = weights.mix[0].shape
+    _, _, d_e, d_h = weights.networks[0].shape
     if not backends.chooses_hopper(backend, x.device, x.dtype, d_h, d_e, activation):
         return None
     return backends.hopper.graph_layer(x, weights)
@@ -171,39 +170,34 @@ def call(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: st
     """
     in_proj, networks, router, eps, out_proj, *norm = weights
     operands = (x, *in_proj, *networks, router, eps, *out_proj, *norm)
-    if len(networks) == 4:  # is_fp8, a property that Dynamo of torch 2.10 cannot trace
+    if len(networks) == 4:  # packed
         return _FP8_LAYER(*operands, backend=backend)
     return _LAYER(*operands, backend=backend, activation=activation)
 
 
 def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str = "silu") -> Tensor | None:
     """Return the layer's result in one operation, eagerly without the dispatcher, or None if more than its values
-    matter: a gradient is wanted, somebody watches the calls of its parts, or x is not PyTorch's own tensor or not as
+    matter: a gradient is wanted, somebody watches the calls of its parts, or a tensor is not PyTorch's own or x not as
     the weights are.
     """
     in_proj, networks, router, _, out_proj, q_norm, _ = weights
     if x.dtype != in_proj.w.dtype or x.device != in_proj.w.device:
         return None
+    tensors = (x, *in_proj, *networks, router, *out_proj, q_norm)
     if is_grad_enabled():
-        for tensor in (x, *in_proj, *networks, router, *out_proj, q_norm):
+        for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return None
     if is_dynamo_compiling():  # whose graphs ask again, in every call, for all that is read here
-        if not x.is_meta and is_autocast_enabled(x.device.type):
-            return None
         watched = function_modes() > 0 and has_function_mode()
-        return None if watched or type(x) not in _ORDINARY else call(x, weights, backend, activation)
-    if not all_ordinary((x,)) or is_observed(x.device.type):
+        if watched or (not x.is_meta and is_autocast_enabled(x.device.type)):
+            return None
+    elif autocasts(x.device.type):
         return None
-    if torch.compiler.is_compiling() or x.is_meta:
-        return call(x, weights, backend, activation)
-    return values(Call(x, weights, backend, activation))
-
-
-def all_ordinary(tensors: Iterable[Tensor | None]) -> bool:
-    """Return whether all are PyTorch's own tensors, or stand for such while a graph is traced."""
-    for tensor in tensors:
-        if type(tensor) not in _ORDINARY and tensor is not None:
-            if not torch.compiler.is_compiling() or hasattr(type(tensor), "__tensor_flatten__"):
-                return False  # a DTensor and its kin can be flattened
-    return True
+    elif not is_compiling():
+        return values(Call(x, weights, backend, activation)) if is_direct(*tensors) else None
+    for tensor in tensors:  # in torch.export without Dynamo others stand for them; a DTensor and its kin flatten
+        if type(tensor) not in ORDINARY and tensor is not None:
+            if is_dynamo_compiling() or hasattr(type(tensor), "__tensor_flatten__"):
+                return None
+    return call(x, weights, backend, activation)

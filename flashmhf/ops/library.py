@@ -10,9 +10,11 @@ from torch import Tensor
 
 from .. import checks, torch_private
 from ..backends.tokens import collapse
+from ..torch_private import register
 
 LIBRARY = torch.library.Library("flashmhf", "DEF")
 P = ParamSpec("P")
+ORDINARY = (Tensor, torch.nn.Parameter)  # the types of PyTorch's own tensors
 C = TypeVar("C")
 R = TypeVar("R")
 
@@ -32,9 +34,10 @@ def define(
     """
     LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, _composed(values, describe), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flashmhf::{name}", _composed(fake, describe), lib=LIBRARY)
-    op = getattr(torch.ops.flashmhf, name)
-    torch_private.DispatchRules.install(op.default)
+    op, qualname = getattr(torch.ops.flashmhf, name), f"flashmhf::{name}"
+    abstract = _composed(fake, describe)
+    register("fake tensors, as in graphs", lambda: torch.library.register_fake(qualname, abstract, lib=LIBRARY))
+    register("C++ in graphs, DTensor and counts of operations", lambda: torch_private.ask_rules(op.default))
     _IN_GRAPHS[op.default] = _composed(in_graph, describe)
     LIBRARY.impl(name, _composed(autograd, describe) if autograd else _without_gradients(name, op), "Autograd")
     rules = {argument.name: cast if argument.name in casts else widen for argument in op.default._schema.arguments}
@@ -57,7 +60,18 @@ def _trace(
     return tracer.__torch_dispatch__(op, types, args, kwargs)
 
 
-torch_private.DispatchRules.answer("torch.fx.experimental.proxy_tensor", "ProxyTorchDispatchMode", lambda: _trace)
+_TRACER = ("torch.fx.experimental.proxy_tensor", "ProxyTorchDispatchMode")
+torch_private.answer("the C++ operators in compiled graphs", *_TRACER, lambda: _trace)
+
+
+def is_direct(*tensors: Tensor | None) -> bool:
+    """Return whether a call may go past the dispatcher: nobody watches, and these are PyTorch's own tensors."""
+    if torch.compiler.is_compiling():
+        return False
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in ORDINARY or tensor.is_meta):
+            return False
+    return not torch_private.is_watched()
 
 
 def _composed(run: Callable[[C], R], describe: Callable[P, C]) -> Callable[P, R]:
@@ -98,7 +112,7 @@ def _autocast(op: Callable, device_type: str, rules: dict[str, Callable[[Any, to
         if rules:
             args = tuple(rule(x, dtype) for x, rule in zip(args, rules.values(), strict=False))
             kwargs = {name: rules[name](x, dtype) for name, x in kwargs.items()}
-        with torch_private.below_autocast():
+        with torch_private.below_autocast(device_type):
             return op(*args, **kwargs)
 
     return call
@@ -118,7 +132,7 @@ def register_vmap(name: str, *tokens: int) -> None:
         args = [_leading_batch(x, dim, info.batch_size) if place in tokens else x for place, (x, dim) in places]
         return op(*args, **settings), 0
 
-    torch.library.register_vmap(f"flashmhf::{name}", rule, lib=LIBRARY)
+    register("torch.vmap", lambda: torch.library.register_vmap(f"flashmhf::{name}", rule, lib=LIBRARY))
 
 
 def _leading_batch(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:

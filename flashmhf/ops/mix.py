@@ -6,7 +6,8 @@ the current stream, without synchronising and without copying q; fakes, autograd
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from .. import backends, checks, torch_private
 from ..backends import REFERENCE
-from ..backends.contract import Gate, Router, Settings
-from .library import cast, define, register_vmap, widen
+from ..backends.contract import Backend, Gate, Router, Settings
+from .library import cast, define, is_direct, register_vmap, widen
 
 Result = Tensor | tuple[Tensor, ...]
 
@@ -82,16 +83,31 @@ def check(call: Call) -> None:
 
 
 def values(call: Call) -> Result:
-    """Check the call, run its back end and return the results: what every operator's kernel does."""
-    check(call)
-    q, k, u, v, r, backend, settings, grad_out = call
+    """Run the call's back end and return the results: what every operator's kernel does.
+
+    The hopper back end checks its operands in C++ and is asked first: Python explains what it refuses.
+    """
+    q, k, _, _, r, backend, settings, _ = call
     if backend == REFERENCE:
-        back_end = backends.reference  # without the cache of select, which Dynamo would trace
-    else:
+        check(call)
+        return _run(backends.reference, call)  # without the cache of select, which Dynamo would trace
+    try:
         back_end = backends.select(backend, q.device, q.dtype, k.shape[3], k.shape[2], settings.activation)
-        if not q.numel():  # the definition takes empty tensors as they are, and keeps them differentiable
-            results = shapes(call)
-            return results.zero_() if isinstance(results, Tensor) else tuple(x.zero_() for x in results)
+        checked = back_end is backends.hopper and not (isinstance(r, Router) and not 0 <= r.eps < math.inf)
+        if not checked:
+            check(call)
+        if q.numel():
+            return _run(back_end, call)
+    except Exception:
+        check(call)
+        raise
+    check(call)
+    results = shapes(call)  # the definition takes empty tensors as they are, and keeps them differentiable
+    return results.zero_() if isinstance(results, Tensor) else tuple(x.zero_() for x in results)
+
+
+def _run(back_end: Backend, call: Call) -> Result:
+    q, k, u, v, r, _, settings, grad_out = call
     if grad_out is None:
         return back_end.forward(q, k, u, v, r, settings)
     return back_end.backward(grad_out, q, k, u, v, r, settings)
@@ -99,13 +115,11 @@ def values(call: Call) -> Result:
 
 def _in_graph(call: Call) -> Result | None:
     """Run the call on fake tensors by the hopper back end's operator, if that is its back end and reads q in place."""
-    q, k, u, v, r, backend, settings, grad_out = call
+    q, k, u, v, r, backend, settings, _ = call
     case = (backend, q.device, q.dtype, k.shape[3], k.shape[2], settings.activation)
     if not backends.chooses_hopper(*case) or not backends.hopper.reads(q, r, k=k, u=u, v=v):
         return None
-    if grad_out is None:
-        return backends.hopper.forward(q, k, u, v, r, settings)
-    return backends.hopper.backward(grad_out, q, k, u, v, r, settings)
+    return _run(backends.hopper, call)
 
 
 def shapes(call: Call) -> Result:
@@ -151,43 +165,66 @@ _UNSUPPORTED_DERIVATIVE = (
 
 
 class _FirstOrder(torch.autograd.Function):
-    """A call as one node; ``tensors`` are the call's."""
+    """A call as one node; ``tensors`` are the call's. ``run`` is :func:`values`, or :func:`_dispatch` if somebody
+    watches.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Result:
+    def forward(ctx: Any, run: Callable[[Call], Result], call: Call, *tensors: Tensor | None) -> Result:
         ctx.save_for_backward(*tensors)
         ctx.how = call.r.eps if isinstance(call.r, Router) else None, call.backend, call.settings
-        with torch_private.below_autograd():
-            return _dispatch(call)
+        return run(call)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, *more: Tensor) -> tuple[Tensor | None, ...]:
         q, k, u, v, gate, of_backward = ctx.saved_tensors
         if of_backward is not None:
             raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what="a second derivative"))
-        _, *needed, _ = ctx.needs_input_grad
+        _, _, *needed, _ = ctx.needs_input_grad
         of_q, of_k, of_u, of_v, of_gate = needed
         eps, backend, (deterministic, _, activation) = ctx.how
         is_gated = eps is not None
         needs = of_q or (of_gate and not is_gated), of_k or of_u or of_v or (of_gate and is_gated)
         r, settings = Router(gate, eps) if is_gated else gate, Settings(deterministic, needs, activation)
-        results = _dispatch(Call(q, k, u, v, r, backend, settings, grad_out))
-        return None, *(grad if need else None for grad, need in zip(results, needed, strict=True)), None
+        call = Call(q, k, u, v, r, backend, settings, grad_out)
+        results = _gradients(call)
+        return None, None, *(grad if need else None for grad, need in zip(results, needed, strict=True)), None
+
+
+def _gradients(call: Call) -> Result:
+    """Run a call with ``grad_out``, past the dispatcher where nobody watches."""
+    grad_out = call.grad_out
+    watched = torch.is_grad_enabled() or torch_private.is_batched(grad_out) or not is_direct(*_tensors(call))
+    return _dispatch(call) if watched or torch_private.autocasts(grad_out.device.type) else values(call)
+
+
+def _tensors(call: Call) -> tuple[Tensor | None, ...]:
+    q, k, u, v, r, _, _, grad_out = call
+    return q, k, u, v, r.w if isinstance(r, Router) else r, grad_out
 
 
 def _above_autograd(call: Call) -> Result:
     if call.backend == REFERENCE:
         return values(call)
-    q, k, u, v, r, _, _, grad_out = call
-    tensors = (q, k, u, v, r.w if isinstance(r, Router) else r, grad_out)
+    tensors = _tensors(call)
     # torch.func.grad and forward mode would otherwise fail obscurely or drop the tangent silently
     if torch_private.differentiated_by_functorch(*tensors):
         transform = "a torch.func transform (grad, vjp, jvp, hessian, ...)"
         raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what=transform))
     if torch_private.has_tangent(*tensors):
         raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what="forward mode (jvp)"))
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return _FirstOrder.apply(call, *tensors)
+    return _differentiable(values if is_direct(*tensors) else _dispatch_below, call, tensors)
+
+
+def _differentiable(run: Callable[[Call], Result], call: Call, tensors: tuple[Tensor | None, ...]) -> Result:
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return _FirstOrder.apply(run, call, *tensors)
+    return run(call)
+
+
+def _dispatch_below(call: Call) -> Result:
     with torch_private.below_autograd():
         return _dispatch(call)
 
@@ -259,5 +296,8 @@ def gated_flash_mhf(
     """Compute :func:`flash_mhf` with r = gate(q, w, eps), w [H, d_h, E]: on the hopper back end in the same kernel."""
     if backend == REFERENCE:
         return _definition(q, k, u, v, Router(w, eps), activation)
+    if is_direct(q, k, u, v, w) and not torch_private.autocasts(q.device.type):
+        call = _gated_forward(q, k, u, v, w, eps, deterministic=deterministic, backend=backend, activation=activation)
+        return _differentiable(values, call, (q, k, u, v, w, None))
     how = {"deterministic": deterministic, "backend": backend, "activation": activation}
     return torch.ops.flashmhf.gated_forward(q, k, u, v, w, eps, **how)

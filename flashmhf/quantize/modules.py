@@ -7,33 +7,28 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
 from .. import checks, torch_private
 from ..backends import FP8_BACKENDS, check_name
-from ..backends.contract import LayerWeights
 from ..nn.flashmhf import FlashMHF
-from ..nn.multihead import check_input, has_plain_parts, layer_weights, stays_plain
-from ..nn.network import Contiguous, FixedDtypes, constant
+from ..nn.multihead import RoutedHeads
+from ..nn.network import Contiguous, FixedDtypes
 from ..nn.weights import check_held
-from ..ops import layer
 from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
 
 METHOD = "flashmhf"  # quant_method in the configuration of a transformers model
-_PARTS = ("query", "_forward_parts")
-_COMPUTED_BY = ("forward", "split_heads", "normalise", "_mix", "join_heads")  # of FlashMHF
 _KEPT = ("d_model", "num_heads", "head_dim", "num_kv_heads", "num_subnets", "subnet_dim")
-_KEPT += ("router_eps", "activation", "backend", "deterministic", "skip_linear")
+_KEPT += ("router_eps", "activation", "backend", "deterministic")
 
 
 def own_method(network: nn.Module) -> str | None:
     """Return the name of a method, not this package's, with which ``network`` may compute something else, or None."""
     package = __package__.removesuffix("quantize")
-    found = (name for name in _COMPUTED_BY if hasattr(network, name))
+    found = (name for name in ("forward", *FlashMHF.METHODS) if hasattr(network, name))
     return next((name for name in found if not getattr(network, name).__module__.startswith(package)), None)
 
 
-class Fp8FlashMHF(FixedDtypes, Contiguous):
+class Fp8FlashMHF(FixedDtypes, Contiguous, RoutedHeads):
     """Run FlashMHF for inference with K, U and V in e4m3; :func:`to_fp8` makes it.
 
     State: k8, u8, v8, scales and layout as in :class:`PackedWeights`, which ``.to(dtype)`` leaves alone, and router,
@@ -41,6 +36,7 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
     NotImplementedError if x requires a gradient and gradients are enabled.
     """
 
+    NETWORKS = ("k8", "u8", "v8", "scales")
     fixed = ("k8", "u8", "v8", "scales", "layout")
     SHARDED: ClassVar[dict[str, int]] = FlashMHF.SHARDED | {"k8": 0, "u8": 0, "v8": 0, "scales": 1}
     k8: Tensor
@@ -49,9 +45,6 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
     scales: Tensor
     layout: Tensor
     router: Tensor
-    router_eps = constant("router_eps")
-    in_proj: nn.Module | None
-    out_proj: nn.Module | None
 
     def __init__(self, network: FlashMHF) -> None:
         checks.instance("network", network, FlashMHF, "a flashmhf.FlashMHF")
@@ -68,7 +61,7 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
         super().__init__()
         for name in _KEPT:
             setattr(self, name, getattr(network, name))
-        packed = pack_fp8(*(weight.detach() for weight in network._weights()))
+        packed = pack_fp8(*(weight.detach() for weight in network._networks()))
         for name, tensor in zip(self.fixed, packed.tensors, strict=False):
             self.register_buffer(name, tensor)
         self.register_buffer("layout", torch.tensor([LAYOUT], dtype=torch.uint8, device=packed.k8.device))
@@ -81,35 +74,12 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
     def packed(self) -> PackedWeights:
         return PackedWeights(self.k8, self.u8, self.v8, self.scales)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
-        check_input(x, self.d_model)
-        weights = self._plain_weights()
-        y = None if weights is None else layer.run(x, weights, self.backend)
-        return self._forward_parts(x) if y is None else y  # whose operator refuses a q that requires a gradient
+    def _networks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.packed.tensors
 
-    def _plain_weights(self) -> LayerWeights | None:
-        """Return the weights if the module is what its class says, else None."""
-        if not self._is_plain() or (is_dynamo_compiling() and not stays_plain(self, _PARTS)):
-            return None
-        return layer_weights(self, (self.k8, self.u8, self.v8, self.scales), self.router)
-
-    @torch_private.constant_in_graphs
-    def _is_plain(self) -> bool:
-        own = any(name in self.__dict__ for name in _PARTS)
-        held = self._buffers or self._parameters  # shard makes parameters of all buffers
-        return type(self) is Fp8FlashMHF and not own and has_plain_parts(self, held.values())
-
-    def query(self, x: Tensor) -> Tensor:
-        """Return the operator's q [..., H, d_h] for x [..., d_model]."""
-        q = (x if self.in_proj is None else self.in_proj(x)).unflatten(-1, (self.num_heads, self.head_dim))
-        return q if self.q_norm is None else self.q_norm(q)
-
-    def _forward_parts(self, x: Tensor) -> Tensor:
-        q = self.query(x)
+    def _mix(self, q: Tensor) -> Tensor:  # by an operator that refuses a q which requires a gradient
         gate = (self.router, self.router_eps)
-        mixed = torch.ops.flashmhf.fp8_gated_forward(q, *self.packed.tensors, *gate, backend=self.backend)
-        return mixed.flatten(-2) if self.out_proj is None else self.out_proj(mixed.flatten(-2))
+        return torch.ops.flashmhf.fp8_gated_forward(q, *self._networks(), *gate, backend=self.backend)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load as PyTorch does. Raises TypeError for packed weights of another dtype, ValueError for another layout."""
@@ -124,9 +94,10 @@ class Fp8FlashMHF(FixedDtypes, Contiguous):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        names = ("d_model", "num_heads", "num_subnets", "subnet_dim")
-        sizes = ", ".join(f"{name}={getattr(self, name)}" for name in names)
-        return f"{sizes}, layout={LAYOUT}"
+        return f"{super().extra_repr()}, layout={LAYOUT}"
+
+
+Fp8FlashMHF.define()
 
 
 def to_fp8(network: FlashMHF) -> Fp8FlashMHF:

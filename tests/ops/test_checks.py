@@ -202,16 +202,24 @@ def test_sparse_and_nested_tensors_are_refused_by_name(call, names):
     ("r", VIEWS["stride 2 in the last dimension"],
      "r has stride 2 in its last dimension; the hopper back end supports 1"),
 ])  # fmt: skip
-def test_hopper_refuses_what_it_cannot_read_in_place(monkeypatch, name, edit, message):
-    monkeypatch.setattr(torch.ops, "flashmhf_hopper", SimpleNamespace(backward=lambda *arguments: "gradients"))
+def test_hopper_is_asked_first_and_its_refusals_are_explained(monkeypatch, name, edit, message):
+    asked = []
+
+    def refusing(*arguments):
+        asked.append(len(arguments))
+        raise RuntimeError("refused")
+
+    def call(x, **operators):
+        monkeypatch.setattr(torch.ops, "flashmhf_hopper", SimpleNamespace(**operators))
+        for function, first in ((hopper.forward, ()), (hopper.backward, ("grad_out",))):
+            yield lambda function=function, first=first: function(*(x[n] for n in (*first, *"qkuvr")), Settings())
+
     given = good(dtype=torch.bfloat16)
-
-    def call(function, x, *first):
-        return function(*(x[n] for n in (*first, *"qkuvr")), Settings())
-
-    spoiled = given | {name: edit(given[name])}
-    with pytest.raises(ValueError, match=message):
-        call(hopper.backward, spoiled, "grad_out")
-    with pytest.raises(ValueError, match=message):
-        call(hopper.forward, spoiled)
-    assert call(hopper.backward, given, "grad_out") == "gradients"
+    for refused in call(given | {name: edit(given[name])}, forward=refusing, backward=refusing):
+        with pytest.raises(ValueError, match=message):
+            refused()
+    assert asked == [6, 9]
+    for refused in call(given, forward=refusing, backward=refusing):
+        with pytest.raises(RuntimeError, match="^refused$"):  # for a reason that is not the layout's
+            refused()
+    assert [run() for run in call(given, forward=lambda *_: 1, backward=lambda *_: 2)] == [1, 2]

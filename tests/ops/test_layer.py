@@ -48,8 +48,8 @@ either = pytest.mark.parametrize("make", [make, make_fp8])
 
 def by_parts(module: nn.Module, x: Tensor) -> Tensor:
     if isinstance(module, quantize.Fp8FlashMHF):
-        return module._forward_parts(x)
-    return module.join_heads(module._mix(module.split_heads(x)))
+        return module.join_heads(module._mix(module.query(x)))
+    return module.join_heads(module._mix(module.query(x)))
 
 
 def tokens_of(module: nn.Module, *leading: int) -> Tensor:
@@ -203,7 +203,7 @@ def test_vmap_of_the_operator():
 
     def call(x: Tensor, k: Tensor) -> Tensor:
         weights = module._plain_weights()
-        return layer.call(x, weights._replace(mix=(k, *weights.mix[1:])))
+        return layer.call(x, weights._replace(networks=(k, *weights.networks[1:])))
 
     with torch.no_grad():
         for dims, given in (((1, None), k[0]), ((1, 0), k)):

@@ -6,6 +6,8 @@ import functools
 import json
 import pathlib
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,41 +136,44 @@ def reads(q: Tensor, r: Gate, **weights: Tensor) -> bool:
     return True
 
 
+def call(op: Callable, operands: tuple, q: Tensor, r: Gate, **weights: Tensor) -> Any:
+    """Call a C++ operator, which checks its operands; name a tensor that it refused to read in place."""
+    try:
+        return op(*operands)
+    except RuntimeError:
+        check_layout(q, r, **weights)
+        raise
+
+
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Tensor:
-    check_layout(q, r, k=k, u=u, v=v)
-    if isinstance(r, Router):
-        return torch.ops.flashmhf_hopper.gated_forward(q, k, u, v, *r, settings.deterministic)
-    return torch.ops.flashmhf_hopper.forward(q, k, u, v, r, settings.deterministic)
+    ops = torch.ops.flashmhf_hopper
+    op, gate = (ops.gated_forward, r) if isinstance(r, Router) else (ops.forward, (r,))
+    return call(op, (q, k, u, v, *gate, settings.deterministic), q, r, k=k, u=u, v=v)
 
 
 def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Gradients:
-    check_layout(q, r, k=k, u=u, v=v)
-    how = (settings.deterministic, *settings.needs)
-    if isinstance(r, Router):
-        return torch.ops.flashmhf_hopper.gated_backward(grad_out, q, k, u, v, *r, *how)
-    return torch.ops.flashmhf_hopper.backward(grad_out, q, k, u, v, r, *how)
+    ops = torch.ops.flashmhf_hopper
+    op, gate = (ops.gated_backward, r) if isinstance(r, Router) else (ops.backward, (r,))
+    return call(op, (grad_out, q, k, u, v, *gate, settings.deterministic, *settings.needs), q, r, k=k, u=u, v=v)
 
 
 def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
     """Return out_proj(S(q_norm(in_proj(x)))) for x [..., d_model], queued by one call, whose operator checks the
     tensors. Returns None if the network has no gate or a tensor's dtype, shape or layout is not what the kernels read.
     """
-    if weights.router is None:
+    in_proj, networks, router, eps, out_proj, q_norm, q_norm_eps = weights
+    if router is None:
         return None
-    op = torch.ops.flashmhf_hopper.fp8_layer if weights.is_fp8 else torch.ops.flashmhf_hopper.layer
-    return op(x, *_layer_operands(weights))
+    op = torch.ops.flashmhf_hopper.fp8_layer if len(networks) == 4 else torch.ops.flashmhf_hopper.layer
+    return op(x, *in_proj, q_norm, q_norm_eps, *networks, router, eps, *out_proj)
 
 
 def graph_layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
     """Return the same for fake tensors whose dtypes and shapes are checked, by the operator of compiled graphs."""
-    operands = _layer_operands(weights)
-    tensors = [w for w in operands if isinstance(w, Tensor)]
-    if weights.router is None or not all(w.is_contiguous() and _is_aligned(w) for w in tensors):
-        return None
-    op = torch.ops.flashmhf_hopper.graph_fp8_layer if weights.is_fp8 else torch.ops.flashmhf_hopper.graph_layer
-    return op(x, *operands)
-
-
-def _layer_operands(weights: LayerWeights) -> tuple[Tensor | float | None, ...]:
     in_proj, networks, router, eps, out_proj, q_norm, q_norm_eps = weights
-    return *in_proj, q_norm, q_norm_eps, *networks, router, eps, *out_proj
+    tensors = (*in_proj, q_norm, *networks, router, *out_proj)
+    if router is None or not all(w is None or (w.is_contiguous() and _is_aligned(w)) for w in tensors):
+        return None
+    ops = torch.ops.flashmhf_hopper
+    op = ops.graph_fp8_layer if len(networks) == 4 else ops.graph_layer
+    return op(x, *in_proj, q_norm, q_norm_eps, *networks, router, eps, *out_proj)

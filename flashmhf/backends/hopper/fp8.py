@@ -13,6 +13,6 @@ __all__ = ["forward", "layer", "why_not"]
 
 
 def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate) -> Tensor:
-    r, w, eps = (None, *r) if isinstance(r, Router) else (r, None, 0.0)
-    hopper.check_layout(q, r, k8=k8, u8=u8, v8=v8)
-    return torch.ops.flashmhf_hopper.fp8_forward(q, k8, u8, v8, scales, r, w, eps)
+    gate = (None, *r) if isinstance(r, Router) else (r, None, 0.0)
+    op = torch.ops.flashmhf_hopper.fp8_forward
+    return hopper.call(op, (q, k8, u8, v8, scales, *gate), q, r, k8=k8, u8=u8, v8=v8)
