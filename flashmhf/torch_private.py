@@ -76,7 +76,10 @@ def below_autocast(device_type: str) -> AbstractContextManager:
 
 def never_compiled(function: Callable) -> Callable:
     """Keep Dynamo out of ``function``, as torch.optim does; torch.compiler.disable would import Dynamo at once."""
-    return find("torch._disable_dynamo", torch.compiler.disable)(function)
+    disable = find("torch._disable_dynamo")
+    if disable is not None:
+        return disable(function)
+    return functools.wraps(function)(lambda *args, **kwargs: torch.compiler.disable(function)(*args, **kwargs))
 
 
 def constant_in_graphs(method: Callable) -> Callable:
@@ -149,7 +152,10 @@ def has_tangent(*tensors: Tensor | None) -> bool:
     if getattr(torch.autograd.forward_ad, "_current_level", 0) < 0:
         return False
     unpack = torch.autograd.forward_ad.unpack_dual
-    return any(isinstance(x, Tensor) and unpack(x).tangent is not None for x in tensors)
+    try:
+        return any(isinstance(x, Tensor) and unpack(x).tangent is not None for x in tensors)
+    except NameError:  # of the level, in PyTorch itself
+        return False
 
 
 # Tensors and operators in graphs
