@@ -1,4 +1,4 @@
-"""Trains the networks of a queue one after another on the tokens of corpus.py.
+"""Trains the networks of a queue one after another on token files.
 
 $ python experiments/compare.py QUEUE --tokens DIR --out RUNS [--minutes 8.5]
 

@@ -1,4 +1,4 @@
-"""The token files of corpus.py, and the batches of a run."""
+"""The token files of the corpus (README.md says how they are made), and the batches of a run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The scripts of experiments/: text to tokens, a queue of small trainings on the CPU, resumption, the report."""
+"""The scripts of experiments/: a queue of small trainings on the CPU, resumption, the report."""
 
 import dataclasses
 import fcntl
-import gzip
 import json
 import math
 import sys
@@ -14,16 +13,13 @@ import torch
 from processes import run_python
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
-pytest.importorskip("tokenizers")
 
 import compare  # noqa: E402
-import corpus  # noqa: E402
 import model  # noqa: E402
 import report  # noqa: E402
 import runs  # noqa: E402
 import training  # noqa: E402
 
-SENTENCE = "The number {} is one of the many that a counting clerk writes into the ledger of this office."
 SMALL = {
     "size": "tiny", "non_embedding": 106_800, "d_model": 64, "layers": 2, "attention_heads": 2,
     "steps": 5, "batch": 4, "micro_batch": 2, "context": 16, "warmup": 2, "learning_rate": 2e-3,
@@ -42,39 +38,20 @@ QUEUE = {
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
-    """Token files of one user's JSON lines, divided into two pieces and validation text of two kinds."""
+    """Token files: two pieces and validation text of two kinds, in which every tenth token says the next ones."""
     directory = tmp_path_factory.mktemp("tokens")
-    lines = [{"text": "\n\n".join(SENTENCE.format(10 * i + j) for j in range(10)), "meta": {}} for i in range(400)]
-    with gzip.open(directory / "pile.jsonl.gz", "wt", encoding="utf-8") as stream:
-        stream.writelines(json.dumps(line) + "\n" for line in lines)
-    (directory / "book.txt").write_text(lines[0]["text"])
-    (directory / "notes.pdf").write_text("no text")
-    out = directory / "bins"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "VOCABULARY", 300)
-        patch.setattr(corpus, "GROUP", 7)
-        corpus.main([str(directory), str(out)])
-    ids = np.fromfile(out / "train-00.bin", np.uint16)
-    middle = len(ids) // 2
-    for name, part in {"train-00": ids[:middle], "train-01": ids[middle:], "val-code": ids[:700]}.items():
-        part.tofile(out / f"{name}.bin")
-    return out
-
-
-def test_text_to_tokens(tokens, tmp_path):
-    """Every document is in one part, followed by an end; the same tokenizer gives the same tokens."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(tokens / "tokenizer.json"))
-    parts = (np.fromfile(tokens / f"{name}.bin", np.uint16) for name in ("train-00", "train-01", "val-prose"))
-    ids = np.concatenate(list(parts))
-    stored = json.loads((tokens / "tokens.json").read_text())
-    assert (ids == 0).sum() == 401 and len(ids) == sum(stored["parts"].values()) and stored["vocabulary"] == 300
-    texts = tokenizer.decode(ids.tolist(), skip_special_tokens=False).split("<eos>")
-    assert texts[0].startswith("The number ") and len(set(texts[:-1])) == 400
-    again = tmp_path / "again"
-    corpus.main([str(tokens.parent), str(again), "--tokenizer", str(tokens / "tokenizer.json")])
-    assert json.loads((again / "tokens.json").read_text()) == stored
+    first = np.random.default_rng(0).integers(0, 30, 2400)
+    ids = (10 * first[:, None] + np.arange(10)).astype(np.uint16).flatten()
+    ends = {
+        "train-00": (0, 10_000),
+        "train-01": (10_000, 20_000),
+        "val-code": (20_000, 21_000),
+        "val-prose": (21_000, 24_000),
+    }
+    for name, (begin, end) in ends.items():
+        ids[begin:end].tofile(directory / f"{name}.bin")
+    (directory / "tokens.json").write_text('{"tokenizer_sha256": "0", "vocabulary": 300}')
+    return directory
 
 
 def run_queue(tokens, out, *arguments, queue=QUEUE):
@@ -106,6 +83,7 @@ def test_a_queue_is_trained_taken_up_again_and_reported(tokens, tmp_path, capsys
     assert runs.finished_runs([collected]) == finished(out)
     line = finished(out)["flash-adamw"]
     assert line["configuration"]["heads"] == 4 and line["commit"] == "abc" and line["corpus"]["pieces"] == 2
+    assert line["corpus"]["tokens"] == 20_000 and len(line["corpus"]["validation_sha256"]) == 64
     assert line["versions"]["torch"] == torch.__version__ and set(line["validation"]) == {"prose", "code"}
     assert len(line["losses"]) == 1 and line["validation_loss"] < line["losses"][0] + 1
     assert sorted(len(row.losses) for row in report.rows([collected])) == [1, 1, 2]
