@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from . import checks
 from .checks import positive
@@ -17,23 +19,60 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 WIDTH_MULTIPLE = 16  # what the kernels want of d_e
 
 
-def is_swiglu(module: nn.Module) -> bool:
-    """Return whether ``module`` is SiLU(x gate) * (x up) down, as wide as x, of three linear layers alone."""
+def _why_not_swiglu(module: nn.Module) -> str | None:
+    """Return why ``module`` is not SiLU(x gate) * (x up) down, as wide as x, of three linear layers alone, or None."""
     children = {name: child for name, child in module.named_children() if next(child.parameters(), None) is not None}
-    linear = all(type(child) in (nn.Linear, Projection) for child in children.values()) and not _has_other_part(module)
-    whole = next(module.parameters(recurse=False), None) is None and set(children) == set(_PROJECTIONS)
-    return linear and whole and module.down_proj.out_features == module.gate_proj.in_features
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if lacking := set(_PROJECTIONS) - children.keys():
+        return f"has no {', '.join(sorted(lacking))}"
+    if others := sorted({*own, *children} - set(_PROJECTIONS)):
+        return f"has {', '.join(others)} beside its projections"
+    if others := [name for name in _PROJECTIONS if type(children[name]) not in (nn.Linear, Projection)]:
+        return f"has a {type(children[others[0]]).__name__} as {others[0]}"
+    sizes = module.gate_proj.in_features, module.down_proj.out_features
+    if sizes[0] != sizes[1]:
+        return f"takes {sizes[0]} features and returns {sizes[1]}"
+    # Liger's kernels, which need a GPU, compute what the name says
+    if type(module).__name__.startswith("LigerSwiGLUMLP") or _computes_swiglu(module):
+        return None
+    parts = {**vars(module), **module._modules}.items()
+    others = {name: part for name, part in parts if name[0] != "_" and name not in _PROJECTIONS and callable(part)}
+    numbers = {name: part for name, part in parts if isinstance(part, float)}
+    shown = [f"{name} = {getattr(part, '__name__', None) or type(part).__name__}" for name, part in others.items()]
+    shown += [f"{name} = {value}" for name, value in numbers.items()]
+    return f"computes something else than SwiGLU with the activation SiLU ({', '.join(shown) or 'by its forward'})"
 
 
-def _has_other_part(module: nn.Module) -> bool:
-    """Return whether a gated network holds a module or function that is not a linear layer, SiLU or dropout."""
-    for name, part in {**vars(module), **module._modules}.items():
-        known = isinstance(part, (nn.Linear, nn.SiLU, nn.Dropout, nn.Identity)) or part is nn.functional.silu
-        # what Module.compile, accelerate and Liger set on the instance
-        known = known or type(part).__name__ == "SiLUActivation" or hasattr(nn.Module, name) or name == "_old_forward"
-        if callable(part) and not known:
-            return True
-    return False
+@torch.no_grad()
+def _computes_swiglu(module: nn.Module) -> bool:
+    """Return whether the class's forward computes SwiGLU, with layers of two and three features in place of its own.
+    Values are small and large, so that multipliers and clamps show.
+    """
+    draw = torch.Generator().manual_seed(0)
+    small = copy.copy(module)
+    sizes = {module.gate_proj.out_features: 3, module.gate_proj.in_features: 2}
+    vars(small).update({name: sizes.get(size, size) for name, size in vars(module).items() if type(size) is int})
+    parts = module._modules.items()
+    small._modules = {name: nn.Identity() if isinstance(part, nn.Dropout) else part for name, part in parts}
+    small.training = False
+    for name in _PROJECTIONS:
+        old = module._modules[name]
+        layer = nn.Linear(sizes[old.in_features], sizes[old.out_features], old.bias is not None, device="meta")
+        for key, weight in [*layer.named_parameters()]:
+            drawn = torch.randn(weight.shape, generator=draw, device="cpu", dtype=torch.float32)
+            layer.register_parameter(key, nn.Parameter(drawn))
+        small._modules[name] = layer
+    for scale in (1.0, 1e4):
+        x = scale * torch.randn(1, 8, 2, generator=draw, device="cpu", dtype=torch.float32)
+        with torch.autocast("cpu", enabled=False):
+            expected = small.down_proj(nn.functional.silu(small.gate_proj(x)) * small.up_proj(x))
+            try:
+                y = type(module).forward(small, x)
+            except Exception:  # a forward of other arguments
+                return False
+        if not isinstance(y, Tensor) or y.shape != x.shape or not (y - expected).norm() <= 1e-3 * expected.norm():
+            return False
+    return True
 
 
 def _experts(block: nn.Module) -> list[nn.Module]:
@@ -44,7 +83,7 @@ def _experts(block: nn.Module) -> list[nn.Module]:
     for child, module in block.named_children():
         held = isinstance(module, (nn.ModuleList, nn.ModuleDict))
         parts += [(f"{child}.{key}", each) for key, each in module.named_children()] if held else [(child, module)]
-    networks = [part for _, part in parts if is_swiglu(part)]
+    networks = [part for _, part in parts if _is_gated(part) and _why_not_swiglu(part) is None]
     if not networks or isinstance(block, nn.Sequential):
         return []
     d_model = networks[0].gate_proj.in_features
@@ -59,6 +98,39 @@ def _experts(block: nn.Module) -> list[nn.Module]:
         if count and count[0] > 1 and (beside or 0 <= len(networks) - count[0] <= 2):
             return networks
     return []
+
+
+def _is_gated(module: nn.Module) -> bool:
+    return module._modules.keys() >= set(_PROJECTIONS)
+
+
+def _check_replaceable(model: nn.Module, networks: dict[str, nn.Module]) -> None:
+    """Refuse what a network carries beside its weights, which would be lost, and what would go on calling it."""
+    for name, network in networks.items():
+        parts = [*network.modules()]
+        hooks = (kind for part in parts for kind in vars(part) if kind.endswith("_hooks") and vars(part)[kind])
+        if (kind := next(hooks, None)) or any(weight._backward_hooks for weight in network.parameters()):
+            found = (kind or "_backward_hooks").strip("_").replace("_", " ")
+            raise ValueError(f"{name} has {found}, which would be lost; supported: hooks set afterwards")
+        forward = vars(network).get("forward")
+        known = hasattr(network, "_hf_hook") or getattr(forward, "__module__", "").startswith("liger_kernel")
+        if forward is not None and not known:
+            raise ValueError(f"{name} has a forward of its own, which would be lost; supported: its class's")
+    held = {id(part): name for name, network in networks.items() for part in network.modules()}
+    for name, owner in model.named_modules():
+        if id(owner) in held:
+            continue
+        if id(owner._modules.get("_orig_mod")) in held:
+            found = f"{name} is torch.compile's module, which would go on calling the network that it compiled"
+            raise ValueError(f"{found}; supported: compiled afterwards, or by module.compile()")
+        for key, value in vars(owner).items():
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            values = () if key == "_modules" else [getattr(each, "__self__", each) for each in values]
+            if found := next((held[id(each)] for each in values if id(each) in held), None):
+                found = f"{f'{name}.{key}'.lstrip('.')} holds {found}, too, and would go on calling it"
+                raise ValueError(f"{found}; supported: networks that modules alone hold")
 
 
 def equal_parameter_sizes(
@@ -111,24 +183,26 @@ def replace_ffn(
             raise ValueError(f"{name} is held by an adapter; supported: {supported}")
     # the names of each network; ids, so that a replaced network's memory is free at once
     shared: dict[int, list[str]] = {}
+    reasons = []
     for name, module in model.named_modules(remove_duplicate=False):
-        projections = [module._modules.get(each) for each in _PROJECTIONS]
-        if None in projections or id(module) in experts:
+        if not _is_gated(module) or id(module) in experts:
             continue
-        for each, projection in zip(_PROJECTIONS, projections, strict=True):
-            held = f"{name}.{each}".lstrip(".")
-            check_held(held, projection, empty)
-        if is_swiglu(module):
-            if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
-                raise ValueError(f"{name} has forward hooks, which would be lost; supported: hooks set afterwards")
+        for each in _PROJECTIONS:
+            check_held(f"{name}.{each}".lstrip("."), module._modules[each], empty)
+        if reason := _why_not_swiglu(module):
+            reasons.append(f"{name or 'model'} {reason}")
+        else:
             shared.setdefault(id(module), []).append(name)
     names = [name for members in shared.values() for name in members]
     if not names:
         found = f"{type(model).__name__} has no SwiGLU network"
-        raise ValueError(f"{found}; supported: gate_proj, up_proj and down_proj that are linear layers")
+        found += f" but experts of mixtures, {len(experts)} of them, which are left alone" if experts else ""
+        supported = "gate_proj, up_proj and down_proj that are linear layers, with SiLU between them"
+        raise ValueError(f"{found}{f': {reasons[0]}' if reasons else ''}; supported: {supported}")
     if "" in names:
         found = f"model is itself a SwiGLU network ({type(model).__name__})"
         raise ValueError(f"{found}, which cannot be replaced in place; supported: the module that holds it")
+    _check_replaceable(model, {name: model.get_submodule(name) for name in names})
     initializer_range = getattr(getattr(model, "config", None), "initializer_range", INITIALIZER_RANGE)
     if num_layers is None:
         found = (getattr(getattr(part, "config", None), "num_hidden_layers", None) for part in model.modules())
@@ -167,7 +241,7 @@ def _counterpart(swiglu: nn.Module, sizes: tuple[Any, ...], kwargs: dict[str, An
         matrices = sum(getattr(swiglu, name).weight.numel() for name in _PROJECTIONS)
         shared = {name: kwargs[name] for name in ("num_kv_heads", "skip_linear") if name in kwargs}
         num_subnets, subnet_dim = equal_parameter_sizes(d_model, matrices, heads, **shared)
-    bias = any(getattr(swiglu, name).bias is not None for name in _PROJECTIONS)
+    bias = not kwargs.get("skip_linear") and any(getattr(swiglu, name).bias is not None for name in _PROJECTIONS)
     settings = {"bias": bias, "device": weight.device, "dtype": weight.dtype, **kwargs}
     module = FlashMHF(d_model, heads, num_subnets, subnet_dim, **settings)
     module.reset_parameters(initializer_range=initializer_range, num_layers=num_layers)

@@ -54,6 +54,21 @@ def test_sizes_with_equal_parameters():
     assert counts[1] == pytest.approx(counts[0], rel=0.03) and model[0].num_kv_heads == 1
 
 
+def test_networks_without_projections_have_none_of_their_biases():
+    model = block(mlp=Gated())
+    assert flashmhf.replace_ffn(model, skip_linear=True) == ["mlp"] and model.mlp.skip_linear
+
+
+@pytest.mark.parametrize("kind", [flashmhf.FlashMHF, flashmhf.MHFFN])
+def test_the_forward_of_a_swiglu_network_is_refused_at_its_first_call(kind):
+    """Liger's patch of a Llama gives it to whatever stands in its layers."""
+    network = kind(64, 2, 32)
+    vars(network)["forward"] = Gated.forward.__get__(network)
+    network.hidden_size, network.factors = 64, (1.0, 1.0)
+    with pytest.raises(NotImplementedError, match="was given the forward of a SwiGLU network; .*'swiglu': False"):
+        network(torch.randn(3, 64))
+
+
 def test_a_part_is_drawn_for_the_whole_model():
     """As many layers as its configuration says, or as it is told."""
     whole, parts, told = foreign(num_hidden_layers=8), foreign(num_hidden_layers=8), nn.Sequential(*swiglus(128))
@@ -85,15 +100,73 @@ def block(**parts: nn.Module) -> nn.Module:
     return changed(nn.Module(), **parts)
 
 
-def test_a_network_with_a_parameter_of_its_own_stays():
-    """And so does one of another activation, under whatever name it has it, and one not as wide as its input."""
+class Gated(nn.Module):
+    """A gated network as transformers writes them, with factors (FalconH1) and limits (DeepSeek-V4)."""
+
+    def __init__(
+        self, act: object = nn.functional.silu, factors: tuple = (1.0, 1.0), limit: float | None = None
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.act_fn, self.factors, self.limit = 64, act, factors, limit
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(64, 192), nn.Linear(64, 192), nn.Linear(192, 64)
+        self.drop = nn.Dropout()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(*x.shape[:-1], self.hidden_size)
+        gate = self.gate_proj(x) * self.factors[0]
+        gate = gate if self.limit is None else gate.clamp(max=self.limit)
+        return self.drop(self.down_proj(self.act_fn(gate) * self.up_proj(x)) * self.factors[1])
+
+
+def test_networks_that_compute_something_else_stay():
+    """Whatever the names are, and whatever else a network holds; one that is not as wide as its input stays, too."""
     scaled = holding(global_scale=nn.Parameter(torch.ones(1)))  # as Inkling has it
     narrow = holding(down_proj=nn.Linear(192, 48, bias=False))  # as Idefics2 has one between its images and its text
     swiglu = holding(act=nn.SiLU(), drop=nn.Dropout())
     swiglu.compile()  # which it keeps as a function of its own
     swiglu._get_name = lambda: "LigerSwiGLUMLP"  # as Liger names a network that it patches
-    others = [holding(**{name: kind}) for name in ("act", "_act") for kind in (nn.GELU(), torch.relu)]
-    assert list(flashmhf.replace_ffn(nn.Sequential(swiglu, scaled, narrow, *others))) == ["0"]
+    others = [Gated(nn.GELU()), Gated(torch.relu), Gated(factors=(0.9, 1.0)), Gated(factors=(1.0, 2.0)), Gated(limit=9)]
+    model = nn.Sequential(swiglu, Gated(), Gated(nn.SiLU()), scaled, narrow, *others)
+    generator = torch.get_rng_state()
+    with pytest.raises(ValueError, match="no SwiGLU network: 3 has global_scale beside its projections"):
+        flashmhf.replace_ffn(model[3:])
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert flashmhf.replace_ffn(model) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(("kind", "settings"), [
+    ("FalconH1", {"mlp_multipliers": [0.8, 1.2], "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32}),
+    ("Gemma", {"hidden_activation": "gelu_pytorch_tanh"}),
+])  # fmt: skip
+def test_the_message_names_what_a_network_computes(kind, settings):
+    with pytest.raises(ValueError, match=r"layers.0.\w+ computes something else .*SiLU \((act_fn|gate_mult).* = .*\)"):
+        flashmhf.replace_ffn(foreign(kind, **settings))
+
+
+@pytest.mark.parametrize("compile", [
+    lambda model: [model.__setitem__(i, torch.compile(part, backend="eager")) for i, part in enumerate(model)],
+    lambda model: [part.compile(backend="eager") for part in model],
+    lambda model: model.compile(backend="eager"),
+], ids=["blocks wrapped", "blocks", "model"])  # fmt: skip
+def test_what_was_compiled_before_runs_the_new_network(compile, fresh_dynamo):
+    model = nn.Sequential(nn.Sequential(Gated()), nn.Sequential(Gated())).eval()
+    compile(model)
+    x = torch.randn(5, 64)
+    with torch.no_grad():
+        model(x)
+        assert len(flashmhf.replace_ffn(model, num_heads=2)) == 2
+        expected = x
+        for part in model.modules():
+            expected = part(expected) if isinstance(part, flashmhf.FlashMHF) else expected
+        torch.testing.assert_close(model(x), expected)
+
+
+def calling(**given: object) -> nn.Module:
+    """A model that holds its network in another way, too."""
+    model = block(mlp=Gated())
+    for name, value in given.items():
+        setattr(model, name, value(model.mlp))
+    return model
 
 
 class Fused(nn.Module):
@@ -114,7 +187,7 @@ MIXTURES = {  # of two experts, by what they are made of and not by names
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_experts_are_left_alone(kind):
-    with pytest.raises(ValueError, match="no SwiGLU network"):
+    with pytest.raises(ValueError, match="no SwiGLU network but experts of mixtures, [123] of them, which are left al"):
         flashmhf.replace_ffn(MIXTURES[kind]())
     model = block(dense=swiglus(64)[0], mixture=MIXTURES[kind]())
     assert flashmhf.replace_ffn(model) == ["dense"]
@@ -146,7 +219,7 @@ OTHER = {"quant_method": "torchao"}
     [
         (lambda: "meta-llama/Llama-3.2-1B", {}, TypeError, "model must be a torch.nn.Module, got str"),
         (lambda: nn.Linear(4, 4), {}, ValueError, "no SwiGLU network"),
-        (lambda: foreign(hidden_act="gelu"), {}, ValueError, "no SwiGLU network"),
+        (lambda: foreign(hidden_act="gelu"), {}, ValueError, "no SwiGLU network: .*act_fn = GELUActivation"),
         (lambda: foreign("Qwen2Moe", num_experts=2), {}, ValueError, "no SwiGLU network"),  # but in mixtures of experts
         (lambda: foreign("HunYuanMoEV1", num_experts=2), {}, ValueError, "no SwiGLU network"),
         (foreign, {"num_subnets": 2}, ValueError, "give both or neither"),
@@ -159,6 +232,15 @@ OTHER = {"quant_method": "torchao"}
         (adapted, {}, ValueError, "self_attn.q_proj is held by an adapter; .*before get_peft_model"),
         (lambda: changed(foreign(), "model.layers.1.mlp.up_proj", _forward_hooks={0: print}), {}, ValueError,
          "model.layers.1.mlp has forward hooks, which would be lost; supported: hooks set afterwards"),
+        (lambda: changed(foreign(), "model.layers.0.mlp", _backward_pre_hooks={0: print}), {}, ValueError,
+         "mlp has backward pre hooks, which would be lost"),
+        (lambda: changed(foreign(), "model.layers.0.mlp", forward=print), {}, ValueError,
+         "mlp has a forward of its own, which would be lost"),
+        (lambda: calling(mlp=torch.compile), {}, ValueError,
+         "mlp is torch.compile's module, which would go on calling .*; supported: compiled afterwards"),
+        (lambda: calling(kept=lambda mlp: [mlp]), {}, ValueError, "kept holds mlp, too, and would go on calling it"),
+        (lambda: calling(kept=lambda mlp: mlp.forward), {}, ValueError, "kept holds mlp, too"),
+        (lambda: block(mlp=Gated(), other=nn.Linear(4, 4)), {"skip_linear": True, "bias": True}, ValueError, "bias is"),
         (lambda: changed(foreign(), "config", quantization_config=OTHER), {}, ValueError,
          "LlamaForCausalLM is quantised by 'torchao'; supported: no other method"),
         (lambda: changed(foreign(), "model.layers.1", mlp=flashmhf.MHFFN(128, 2, 16)), {}, ValueError,

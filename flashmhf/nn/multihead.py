@@ -88,6 +88,14 @@ class Heads(nn.Module):
     def skip_linear(self) -> bool:
         return self.in_proj is None
 
+    def gate_proj(self, *_: object) -> None:
+        """Refuse the forward of a SwiGLU network, which Liger and others put on every network of a Llama they know."""
+        found = f"a {type(self).__name__} was given the forward of a SwiGLU network"
+        supported = "its own, as with liger_kernel_config={'swiglu': False} beside use_liger_kernel=True"
+        raise NotImplementedError(f"{found}; supported: {supported}")
+
+    up_proj = down_proj = gate_proj
+
     def split_heads(self, x: Tensor) -> Tensor:
         """Return split_H(X W_in) [..., H, d_h] for x [..., d_model], a view of the projection's result. H is what
         in_proj gives: under tensor parallelism a rank has some of the heads.
