@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
+import math
+import os
+import types
 import typing
+from contextlib import suppress
 from dataclasses import fields
+from typing import Any
 
 from .errors import OptionError
+
+_TRUTH = {"yes": True, "on": True, "true": True, "1": True, "no": False, "off": False, "false": False, "0": False}
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,21 +28,51 @@ class Parser(argparse.ArgumentParser):
         raise OptionError(f"{message}; {self.prog} --help lists the options")
 
 
+def one_path(path: str | os.PathLike) -> str:
+    """Return the one spelling of a path: absolute, and without ``~``, ``..`` and symbolic links."""
+    return os.path.realpath(os.path.expanduser(path))
+
+
 def positive_integer(text: str) -> int:
     if not (text.isdecimal() and int(text) >= 1):
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 on")
     return int(text)
 
 
-def assignment(text: str) -> tuple[str, object]:
-    """Return (name, value) of NAME=VALUE; the value is JSON, or the text itself."""
+def assignment(text: str) -> tuple[str, str]:
+    """Return (name, value) of NAME=VALUE."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
+    return name, value
+
+
+def parsed(text: str, kind: Any) -> object:
+    """Return the first reading of ``text`` that ``kind`` has: JSON, Python, yes and no; else the text itself."""
+    for read in (json.loads, ast.literal_eval, lambda text: _TRUTH[text.lower()]):
+        with suppress(ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError):
+            if fits(value := read(text), kind):
+                return value
+    return text
+
+
+def fits(value: object, kind: Any) -> bool:
+    """Return whether ``value`` is of a field's type. An integer is a float, too; a truth value is no number, a text is
+    none of them, and NaN is nothing."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, each) for each in args)
+    if origin is typing.Literal:
+        return isinstance(value, str) and value in args
+    if origin is list or kind is list:
+        return isinstance(value, list | tuple) and all(fits(each, args[0] if args else Any) for each in value)
+    if kind is Any:
+        return True
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, origin or kind)
 
 
 def chosen_device(name: str):
@@ -53,10 +91,10 @@ def chosen_device(name: str):
     return device
 
 
-def add_options(parser: argparse.ArgumentParser, owner: type, types: dict[str, typing.Any]) -> None:
+def add_options(parser: argparse.ArgumentParser, owner: type, kinds: dict[str, Any]) -> None:
     """Add a flag for every field with ``help`` in its metadata, which may hold ``group``, ``flag`` and ``metavar``."""
     for entry in (entry for entry in fields(owner) if "help" in entry.metadata):
-        kind = types[entry.name]
+        kind = kinds[entry.name]
         args = typing.get_args(kind)
         if "group" in entry.metadata:
             group = parser.add_argument_group(entry.metadata["group"])

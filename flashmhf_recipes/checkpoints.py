@@ -6,22 +6,24 @@ mark was cut off. Only marked checkpoints are ever removed; what cannot be used 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .errors import TrainingError
 
-MARK = "complete"
+MARK, UNFINISHED = "complete", "model.partial"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 logger = logging.getLogger(__name__)
@@ -43,26 +45,21 @@ def complete_checkpoints(output: Path) -> list[Path]:
     return [path for path in numbered_checkpoints(output) if (path / MARK).exists()]
 
 
-def cut_off(output: Path) -> Path | None:
-    """Return the checkpoint that was not written to the end, if there is one."""
-    return next((path for path in numbered_checkpoints(output) if not (path / MARK).exists()), None)
-
-
 def mark_complete(checkpoint: Path) -> None:
     """Sync every file to disk, then write the mark, which so never outlives a file's content."""
     sizes = {}
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
-        _sync(path)
+        sync(path)
         sizes[str(path.relative_to(checkpoint))] = path.stat().st_size
     write_whole(checkpoint / MARK, json.dumps({"sizes": sizes}, indent=1) + "\n")
-    _sync(checkpoint)
+    sync(checkpoint)
 
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file that gets its name when it is on the disk."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, "utf-8")
-    _sync(partial)
+    sync(partial)
     partial.replace(path)
 
 
@@ -72,35 +69,52 @@ def save_pretrained(directory: str | Path, model: PreTrainedModel, tokenizer, **
     tokenizer.save_pretrained(directory)
     mode = (Path(directory) / "config.json").stat().st_mode
     for path in Path(directory).glob("*.safetensors"):  # which the library makes for their owner alone
-        path.chmod(mode)
+        with suppress(OSError):  # file systems without permissions
+            path.chmod(mode)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have the file or directory written to the disk, where its file system can. Raises OSError for failed writes."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # FUSE, Ceph and others know no fsync, or none of directories
+        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(descriptor)
 
 
 @contextmanager
-def writing(unfinished: Callable[[], Path | None]) -> Iterator[None]:
-    """Remove what the block has failed to write, which ``unfinished`` returns, and raise TrainingError with the why."""
+def writing(path: Path) -> Iterator[None]:
+    """Remove the new directory ``path`` if the block has failed to write it, and raise TrainingError with the why."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        if (path := unfinished()) is None:
-            raise
         shutil.rmtree(path, ignore_errors=True)  # a full disk needs its space
         reason = " ".join(str(error).split()).partition("Exception raised from")[0]  # torch adds a C++ trace
         raise TrainingError(f"{path} could not be written: {reason}") from error
 
 
+def move_model(source: Path, output: Path) -> None:
+    """Move a model's files to ``output``, which may hold one, config.json last: it says that there is a model."""
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):  # of the former one, perhaps in other files
+        (output / name).unlink(missing_ok=True)
+    files = (path for path in source.rglob("*") if path.is_file())  # also in folders, as chat templates are
+    for path in sorted(files, key=lambda path: path == source / "config.json"):
+        target = output / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        os.replace(path, target)
+    shutil.rmtree(source, ignore_errors=True)
+
+
 def rotate(output: Path, keep: int) -> None:
-    """Remove the oldest complete checkpoints but ``keep``. The mark goes first: a kill leaves none half removed."""
+    """Remove the oldest complete checkpoints but ``keep``, as far as possible. The mark goes first: a kill leaves none
+    half removed. The Trainer's own rotation would remove the user's ``checkpoint-mine``, too."""
     for path in complete_checkpoints(output)[:-keep]:
-        (path / MARK).unlink()
-        shutil.rmtree(path)
+        with suppress(OSError):
+            (path / MARK).unlink()
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def damage(checkpoint: Path) -> str | None:
@@ -137,8 +151,9 @@ def _set_aside(checkpoint: Path, kind: str, reason: str) -> None:
 
 def set_aside_unusable(output: Path) -> None:
     """Rename cut-off and damaged checkpoints until the newest loads. Raises TrainingError if none does."""
-    while path := cut_off(output):
-        _set_aside(path, "incomplete", "was not written to the end")
+    for path in numbered_checkpoints(output):
+        if not (path / MARK).exists():
+            _set_aside(path, "incomplete", "was not written to the end")
     for path in reversed(complete_checkpoints(output)):
         if (reason := damage(path)) is None:
             return

@@ -14,8 +14,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from .arguments import Parser, add_options, chosen_device, positive_integer
+from .arguments import Parser, add_options, chosen_device, one_path, parsed, positive_integer
 from .errors import OptionError, TrainingError
 
 STARTED = time.monotonic()  # before torch is imported
@@ -211,7 +212,7 @@ def _train(parser: Parser, arguments: list[str]) -> int:
     from flashmhf.models.presets import SCALES
 
     from . import training
-    from .options import option_types
+    from .options import option_types, setting_types
 
     form = "  {:>5}  {d_model:>7,}  {vocabulary:>10,}  {context:>6,}  {batch:>5}  {steps:>7,}  {learning_rate:>13g}"
     rows = (form.format(name, **vars(scale)) for name, scale in SCALES.items())
@@ -228,10 +229,12 @@ def _train(parser: Parser, arguments: list[str]) -> int:
                 raise OptionError(f"--resume takes steps, tp and dp_shard alone; leave out: {', '.join(extra)}")
             result = training.resume(output, **given)
         else:
-            given |= {name: dict(given[name]) for name in ("model", "arguments") if name in given}
+            for name, kinds in (("model", {}), ("arguments", setting_types())):
+                if name in given:
+                    given[name] = {key: parsed(text, kinds.get(key, Any)) for key, text in given[name]}
             result = training.start(training.Options(output, **given))
     except KeyboardInterrupt as stopped:
-        if (Path(output) / training.RUN).exists():
+        if (Path(one_path(output)) / training.RUN).exists():
             stopped.hint = f"; continue with: flashmhf train --resume --output {shlex.quote(output)}"
         raise
     held_out = "" if result.eval_loss is None else f", held out {result.eval_loss:.4f}"
@@ -272,9 +275,9 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
     add("--window", type=positive_integer, help="tokens of a window (the model's positions)")
     add("--stride", type=positive_integer, help="tokens it advances by (half a window)")
     add("--tasks", nargs="+", metavar="TASK", help="lm-eval tasks; 'paper' stands for the paper's six")
-    add("--include-path", metavar="DIR", help="further tasks in lm-eval's format")
+    add("--include-path", metavar="DIR", type=one_path, help="further tasks in lm-eval's format")
     add("--batch", type=positive_integer, default=4, help="windows or requests at once (4)")
-    add("--json", metavar="FILE", help="write the figures there, too")
+    add("--json", metavar="FILE", type=os.path.expanduser, help="write the figures there, too")
     args = parser.parse_args(arguments)
     if not (args.data or args.tasks):
         raise OptionError("give --data, --tasks or both")
@@ -335,7 +338,7 @@ def _quantize(parser: Parser, arguments: list[str]) -> int:
     from . import pretrained
 
     _add_model(parser, ("bfloat16", "float16", "float32"))
-    parser.add_argument("--output", required=True, metavar="DIR", help="the new directory")
+    parser.add_argument("--output", required=True, metavar="DIR", type=os.path.expanduser, help="the new directory")
     args = parser.parse_args(arguments)
     output = Path(args.output)
     pretrained.save_fp8(args.model, output, tokenizer_name=args.tokenizer, device=args.device, dtype=args.dtype)

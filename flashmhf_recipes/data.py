@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from .checkpoints import sync
 from .documents import check_column, find_files, read, text_of
 from .errors import DataError
 from .tokenizer import token_numbers
@@ -126,7 +126,7 @@ def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar
             if count == max_tokens:
                 break
         out.flush()
-        os.fsync(out.fileno())
+        sync(directory / TOKENS)
     if not count:
         raise DataError(f"no text is left to train on: {documents}")
     used = f"all {count:,} tokens" if count < max_tokens else f"{count:,} tokens; the documents after them are left out"

@@ -20,30 +20,41 @@ _UNPAIRED_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can write it ("\\ud8
 def find_files(paths: Iterable[str | Path]) -> tuple[list[Path], Counter]:
     """Return the files named and those below directories, each once, and counts of the rest. Raises DataError."""
     files, left_out = [], Counter()
-    for path in map(Path, paths):
+    for path in (Path(os.path.expanduser(path)) for path in paths):
         below = list(_below(path, left_out)) if path.is_dir() else [path] if reader(path) else []
         if not path.exists():
             raise DataError(f"{path} does not exist")
         if not below:
             found = "has no files that can be read" if path.is_dir() else f"ends in {path.suffix!r}"
-            raise DataError(f"{path} {found}; supported: {', '.join(READERS)}")
+            besides = "".join(f"; left out: {count:,} {what}" for what, count in sorted((+left_out).items()))
+            raise DataError(f"{path} {found}; supported: {', '.join(READERS)}{besides}")
         files += below
     # a file given twice would be on both sides of a split
-    return list({path.resolve(): path for path in files}.values()), left_out
+    return list({path.resolve(): path for path in files}.values()), +left_out  # + drops counts of 0
 
 
 def _below(directory: Path, left_out: Counter) -> Iterator[Path]:
     seen = set()
     for folder, folders, names in os.walk(directory, followlinks=True):
         seen.add(os.path.realpath(folder))
-        folders[:] = sorted(name for name in folders if os.path.realpath(os.path.join(folder, name)) not in seen)
-        for path in (Path(folder, name) for name in sorted(names)):
+        left_out["hidden folders"] += sum(map(_hidden, folders))
+        left_out["hidden files"] += sum(map(_hidden, names))
+        shown = sorted(name for name in folders if not _hidden(name))
+        folders[:] = (name for name in shown if os.path.realpath(os.path.join(folder, name)) not in seen)
+        for path in (Path(folder, name) for name in sorted(names) if not _hidden(name)):
             if not path.exists():
                 left_out["links to nothing"] += 1
+            elif not path.is_file():
+                left_out["pipes, sockets and devices"] += 1
             elif reader(path):
                 yield path
             else:
                 left_out[f"files ending in {path.suffix!r}" if path.suffix else "files without a suffix"] += 1
+
+
+def _hidden(name: str) -> bool:
+    """Return whether programs keep their own under this name: .git, .ipynb_checkpoints, ._x, _temporary, __MACOSX."""
+    return name.startswith((".", "_"))
 
 
 def read(files: Iterable[Path], text_field: str = "text") -> Iterator[dict[str, str]]:

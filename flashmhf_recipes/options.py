@@ -18,22 +18,22 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments, get_scheduler
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 
 from flashmhf.models.configuration import FFN_TYPES, FlashMHFConfig
 from flashmhf.models.presets import SCALES, Preset, preset
 
-from .arguments import chosen_device
+from . import fused_loss
+from .arguments import chosen_device, fits, one_path
 from .errors import OptionError
 from .layout import Layout, layout_of
 
 MICRO_BATCH = 8
 
 # Settings of TrainingArguments that options of a run hold as they are, by their names there.
-_HELD = {name: name for name in ("learning_rate", "weight_decay", "seed")}
-_HELD |= {"output_dir": "output", "max_steps": "steps", "torch_compile": "compile", "logging_steps": "log_every"}
-_HELD |= {"gradient_checkpointing": "checkpointing", "save_steps": "save_every", "eval_steps": "eval_every"}
+_HELD = {"learning_rate": "learning_rate", "seed": "seed"}
+_HELD |= {"output_dir": "output", "max_steps": "steps", "torch_compile": "compile"}
 # All that a run decides by itself or has no use for, by the options that decide it: the others are transformers' own.
 _BY = {
     "micro_batch": "per_device_train_batch_size per_device_eval_batch_size",
@@ -46,7 +46,8 @@ _BY = {
     "precision": "bf16 fp16 bf16_full_eval fp16_full_eval",
     "tp and dp_shard": "fsdp fsdp_config deepspeed parallelism_config",
     **{"steps": "num_train_epochs", "warmup": "warmup_steps warmup_ratio", "device": "use_cpu"},
-    **{"checkpointing": "activation_checkpointing", "log_every": "logging_strategy"},
+    "save_steps, logging_steps, eval_steps": "logging_strategy",
+    "fused_loss": "use_liger_kernel liger_kernel_config",  # which pass over FlashMHF without a word
 }
 DECIDED = _HELD | {name: option for option, names in _BY.items() for name in names.split()}
 # What `accelerate launch` puts into the environment, and the options that a run has instead.
@@ -58,24 +59,42 @@ _OFF = ("", "no", "n", "false", "f", "off", "0")
 _OWN_SETTINGS = {f"{role}_token_id": "tokenizer" for role in ("bos", "eos", "pad")}
 _OWN_SETTINGS |= {"vocab_size": "vocab_size", "ffn_type": "ffn"}
 
-# What is supported of a number, and whether a value is. NaN is nowhere.
+# What is supported of a number of an option or of TrainingArguments, and whether one of the right type is.
 _RANGES = {
     "learning_rate": ("finite numbers above 0", lambda x: 0 < x < math.inf),
     **dict.fromkeys(("min_learning_rate", "weight_decay"), ("finite numbers from 0 on", lambda x: 0 <= x < math.inf)),
-    "length": ("integers from 2 on, a token and the next", lambda x: x is None or (isinstance(x, int) and x >= 2)),
+    "length": ("integers from 2 on, a token and the next", lambda x: x >= 2),
     "warmup": ("a share below 1, or whole steps", lambda x: 0 <= x < 1 or (x > 0 and float(x).is_integer())),
     "eval_fraction": ("numbers from 0 on and below 1", lambda x: 0 <= x < 1),
-    "seed": ("integers from 0 to 2^32 - 1", lambda x: isinstance(x, int) and 0 <= x < 1 << 32),
-    "keep": ("integers from 2 on, so that one is complete at any moment", lambda x: isinstance(x, int) and x >= 2),
-}
+    "seed": ("integers from 0 to 2^32 - 1", lambda x: 0 <= x < 1 << 32),
+    "keep": ("integers from 2 on, so that one is complete at any moment", lambda x: x >= 2),
+    **dict.fromkeys(("save_steps", "logging_steps", "eval_steps"),
+                    ("a share of the steps, or steps from 1 on", lambda x: 0 < x < 1 or (x > 0 and x == int(x)))),
+}  # fmt: skip
 
 
-def _range_of(kind: Any) -> tuple[str, Callable[[Any], bool]]:
-    """Return the same for options of a type that are not in the table. None stands for the preset's value."""
+def _supported(name: str, kind: Any) -> tuple[str, Callable[[Any], bool]]:
+    """Return the same for any option or setting of a type."""
+    if name in _RANGES:
+        return _RANGES[name]
     if typing.get_origin(kind) is Literal:
-        return ", ".join(typing.get_args(kind)), typing.get_args(kind).__contains__
-    supported = "integers from 1 on" if kind is int else "values that JSON has"
-    return supported, lambda x: kind is not int or x is None or (isinstance(x, int) and x >= 1)
+        return ", ".join(typing.get_args(kind)), bool
+    if name in Options.__dataclass_fields__ and fits(1, kind):
+        return "integers from 1 on", lambda x: x >= 1
+    return {dict: "a dictionary"}.get(typing.get_origin(kind), getattr(kind, "__name__", str(kind))), lambda _: True
+
+
+def _check_value(named: str, name: str, value: object, kind: Any) -> None:
+    """Raise OptionError for a value that is not of the type, is out of range, or cannot be written to run.json."""
+    supported, holds = _supported(name, kind)
+    if value is None and fits(None, kind):  # the preset's value
+        return
+    try:
+        inside = fits(value, kind) and holds(value) and bool(json.dumps(value))
+    except (TypeError, OverflowError):  # what is in a dictionary may be of any type; infinity is no integer
+        inside, supported = False, "values that JSON has"
+    if not inside:
+        raise OptionError(f"{named} {value!r}; supported: {supported}")
 
 
 def _option(default: object, help: str, **metadata: str) -> Any:
@@ -89,7 +108,7 @@ def _option(default: object, help: str, **metadata: str) -> Any:
 @dataclass
 class Options:
     """One run. Where None stands, the preset (the paper's value) decides. The flags of ``flashmhf train`` are made of
-    the fields. In Python, ``data`` may be one path."""
+    the fields. In Python, ``data`` may be one path. Raises OptionError for values of other types or out of range."""
 
     output: str
     preset: str | None = _option(None, "name of a preset, or a scale with --ffn (flashmhf-128m)", group="model")
@@ -112,7 +131,6 @@ class Options:
     min_learning_rate: float = _option(1e-5, "where the cosine ends")
     warmup: float = _option(0.015, "share of the steps, or steps from 1 on")
     optimizer: Literal["adamw", "muon"] = _option("adamw", "muon: flashmhf.Muon for matrices, AdamW for the rest")
-    weight_decay: float = _option(0.1, "of the optimizer")
     param_groups: bool = _option(True, "AdamW: FlashMHF's projections learn at 0.3 of the rate (ours, not the paper's)")
     seed: int = _option(0, "of weights and batches")
     precision: Literal["auto", "bf16", "fp32"] = _option("auto", "bf16: autocast; auto: bf16 on GPUs", group="machine")
@@ -120,17 +138,18 @@ class Options:
     tp: int | None = _option(None, "neighbouring processes that share the heads of a sequence (1)")
     dp_shard: int | None = _option(None, "processes that share the parameters: FSDP2 (1; with --tp all groups)")
     compile: bool = _option(False, "torch.compile the model")
-    checkpointing: bool = _option(False, "recompute blocks in the backward pass")
-    save_every: int = _option(1000, "steps between checkpoints")
+    fused_loss: bool = _option(False, "never hold all logits: long sequences on GPUs, by liger-kernel")
     keep: int = _option(2, "checkpoints kept")
-    log_every: int = _option(10, "steps between rows of metrics.jsonl")
-    eval_every: int = _option(1000, "steps between held-out losses")
-    arguments: dict[str, object] = _option({}, "a transformers TrainingArguments setting", flag="--set")
+    arguments: dict[str, object] = _option({}, "a transformers TrainingArguments setting, as save_steps", flag="--set")
 
     def __post_init__(self) -> None:
         if isinstance(self.data, (str, os.PathLike)):
             self.data = [self.data]
-        self.data, self.output = [os.fspath(path) for path in self.data], os.fspath(self.output)
+        self.data = [os.fspath(path) for path in self.data]
+        for name, kind in typing.get_type_hints(Options).items():
+            if isinstance(value := getattr(self, name), os.PathLike):
+                setattr(self, name, value := os.fspath(value))
+            _check_value(f"{name} is", name, value, kind)
 
     def resolve(self) -> Options:
         """Return these with absolute paths and the preset's values for None. Raises OptionError for what cannot be."""
@@ -141,9 +160,12 @@ class Options:
         defaults["micro_batch"] = MICRO_BATCH
         # Names of the hub stay.
         given = {name: getattr(self, name) for name in ("tokens", "init_from", "tokenizer")}
+        given = {name: (at, one_path(at)) for name, at in given.items() if at}
         resolved = replace(
-            self, preset=chosen and chosen.name, ffn=None, data=[os.path.abspath(path) for path in self.data],
-            **{name: os.path.abspath(at) if Path(at).exists() else str(at) for name, at in given.items() if at},
+            self, output=one_path(self.output), preset=chosen and chosen.name, ffn=None,
+            # as they are called: a file's format is the end of its name, which a link's target need not have
+            data=[str(Path(os.path.expanduser(path)).absolute()) for path in self.data],
+            **{name: path if os.path.exists(path) else at for name, (at, path) in given.items()},
             **{name: value for name, value in defaults.items() if getattr(self, name) is None},
         )  # fmt: skip
         resolved._check()
@@ -157,12 +179,13 @@ class Options:
             "text_field": "with tokens" if self.tokens else "",
             "split": "" if self.dataset else "without dataset",
             "min_learning_rate": "with arguments of a schedule" if own_schedule else "",
-            "eval_every": "" if self.eval_fraction else "without eval_fraction",
             "param_groups": "" if self.optimizer == "adamw" else f"with optimizer {self.optimizer!r}",
         }
         for name, why in unused.items():
             if why and getattr(self, name) != getattr(Options, name):
                 raise OptionError(f"{name} is {getattr(self, name)!r}, which has no effect {why}; leave it out")
+        if unused := {name for name in self.arguments if name.startswith("eval_") and not self.eval_fraction}:
+            raise OptionError(f"arguments sets {min(unused)}, which has no effect without eval_fraction; leave it out")
 
     def _preset(self) -> Preset:
         if self.ffn is not None and self.ffn not in FFN_TYPES:
@@ -185,14 +208,6 @@ class Options:
     def _check(self) -> None:
         if sum(map(bool, (self.data, self.dataset, self.tokens))) != 1:
             raise OptionError("give one of data, dataset and tokens")
-        for name, kind in option_types().items():
-            value, (supported, holds) = getattr(self, name), _RANGES.get(name) or _range_of(kind)
-            try:
-                inside = holds(value) and bool(json.dumps(value))  # for run.json
-            except TypeError:  # not a number, or of another library
-                inside = False
-            if not inside:
-                raise OptionError(f"{name} is {value!r}; supported: {supported}")
         if self.min_learning_rate > self.learning_rate and "lr_scheduler_type" not in self.arguments:
             raise OptionError(f"min_learning_rate is {self.min_learning_rate}; supported: at most {self.learning_rate}")
         chosen_device(self.device)
@@ -204,6 +219,8 @@ class Options:
         if isinstance(positions, int) and self.length and positions < self.length:
             raise OptionError(f"model sets max_position_embeddings to {positions}, below length = {self.length}")
         _check_settings("arguments", self.arguments, TrainingArguments, DECIDED)
+        for name, value in self.arguments.items():
+            _check_value(f"arguments sets {name} to", name, value, setting_types()[name])
         if (strategy := self.arguments.get("save_strategy", "steps")) not in ("steps", "no"):
             raise OptionError(f"arguments sets save_strategy to {strategy!r}; supported: steps, no")
         for name in self.arguments:
@@ -211,6 +228,10 @@ class Options:
                 raise OptionError(f"arguments cannot set {name} with optimizer {self.optimizer!r}")
             if max(self.tp or 1, self.dp_shard or 1) > 1 and name.startswith("torch_compile"):
                 raise OptionError(f"arguments cannot set {name} with tp or dp_shard; use compile")
+        if self.fused_loss and (self.tp or 1) > 1:
+            raise OptionError(f"fused_loss is on with tp = {self.tp}, which shards the head; supported: tp = 1")
+        if self.fused_loss and self.arguments.get("label_smoothing_factor"):
+            raise OptionError("arguments cannot set label_smoothing_factor with fused_loss: it smooths logits")
         if str(self.arguments.get("optim", "")).startswith("schedule_free"):
             raise OptionError("arguments cannot set optim to a schedule-free optimizer: it saves other weights")
 
@@ -226,6 +247,11 @@ class Options:
         return next(size for size in range(min(self.micro_batch, each), 0, -1) if each % size == 0)
 
 
+def setting_types() -> dict[str, Any]:
+    """Return the type of each setting of TrainingArguments."""
+    return typing.get_type_hints(TrainingArguments)
+
+
 def option_types() -> dict[str, Any]:
     """Return the type of each field of Options, without the None of optional ones."""
     hints = typing.get_type_hints(Options)
@@ -233,13 +259,11 @@ def option_types() -> dict[str, Any]:
 
 
 @contextmanager
-def naming(option: str, options: Options) -> Iterator[None]:
-    """Name ``option`` in what transformers raises about the settings that it passes on."""
+def _naming(option: str) -> Iterator[None]:
+    """Name ``option`` in what transformers raises about the user's settings, around what parses them alone."""
     try:
         yield
-    except (StrictDataclassError, ValueError, TypeError, ImportError, RuntimeError, KeyError, AttributeError) as error:
-        if not getattr(options, option):
-            raise
+    except (StrictDataclassError, ValueError, TypeError, ImportError, RuntimeError) as error:
         raise OptionError(f"{option}: {' '.join(str(error.__cause__ or error).split())}") from error
 
 
@@ -264,20 +288,28 @@ def training_arguments(options: Options) -> TrainingArguments:
         warmup_steps=options.warmup if options.warmup < 1 else int(options.warmup),
         adam_beta1=0.9, adam_beta2=0.95, optim="adamw_torch_fused" if on_gpu else "adamw_torch",
         bf16=options.precision == "bf16" or (options.precision == "auto" and on_gpu), use_cpu=not on_gpu,
-        logging_first_step=True, logging_nan_inf_filter=False, disable_tqdm=True, report_to=report,
+        weight_decay=0.1, logging_steps=10, save_steps=1000, eval_steps=1000, logging_first_step=True,
+        logging_nan_inf_filter=False, disable_tqdm=True, report_to=report,
         eval_strategy="steps" if options.eval_fraction else "no",
         dataloader_pin_memory=on_gpu, ddp_find_unused_parameters=False,
     )  # fmt: skip
     if "lr_scheduler_type" in options.arguments:
         del settings["lr_scheduler_kwargs"]  # other schedules know no minimum
-    with warnings.catch_warnings(), naming("arguments", options):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        arguments = TrainingArguments(**{**settings, **options.arguments})
-        for callback in get_reporting_integration_callbacks(arguments.report_to):
-            callback()  # raises where the package of a report is missing
-        if not hasattr(schedule(arguments, options.steps), "lr_lambdas"):
-            name = arguments.lr_scheduler_type.value
-            raise ValueError(f"lr_scheduler_type is '{name}'; supported: schedules of the step alone")
+        arguments = TrainingArguments(**settings)  # what fails here is no fault of the user's
+        if options.arguments:
+            with _naming("arguments"):
+                arguments = TrainingArguments(**{**settings, **options.arguments})
+                for callback in get_reporting_integration_callbacks(arguments.report_to):
+                    callback()  # raises where the package of a report is missing
+                if not hasattr(schedule(arguments, options.steps), "lr_lambdas"):
+                    name = arguments.lr_scheduler_type.value
+                    raise ValueError(f"lr_scheduler_type is '{name}'; supported: schedules of the step alone")
+                if options.optimizer == "adamw":
+                    Trainer.get_optimizer_cls_and_kwargs(arguments)  # raises where the optimizer's package is missing
+    if options.fused_loss:
+        fused_loss.check_machine(arguments.device)
     if arguments.n_gpu > 1:  # one process is one GPU; the Trainer would spread it over all with DataParallel
         arguments._n_gpu = 1
     layout = options.layout(arguments.world_size)
@@ -302,7 +334,8 @@ def empty_model(options: Options) -> PreTrainedModel:
     """Return a new model on the meta device. Raises OptionError for sizes that no model has."""
     chosen = preset(options.preset)
     positions = max(chosen.scale.context, options.length)
-    with naming("model", options), torch.device("meta"):
-        sizes = {"max_position_embeddings": positions, "vocab_size": options.vocab_size}
+    sizes = {"max_position_embeddings": positions, "vocab_size": options.vocab_size}
+    with _naming("model"):
         config = chosen.config(**sizes | options.model)
+    with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -12,7 +14,7 @@ from flashmhf.models.quantization import quantise
 
 from . import checkpoints
 from .arguments import chosen_device
-from .errors import OptionError
+from .errors import OptionError, TrainingError
 from .tokenizer import load as load_tokenizer
 from .tokenizer import token_numbers
 
@@ -50,13 +52,26 @@ def save_fp8(name: str, output: Path, *, tokenizer_name: str | None, device: str
     # float32, so that packed weights are rounded once.
     model, tokenizer = load(name, tokenizer_name=tokenizer_name, device=device, dtype="float32", fp8=True)
     model.to(_DTYPES[dtype])
-    with checkpoints.writing(lambda: output):
-        checkpoints.save_pretrained(output, model, tokenizer)
+    unfinished, made = output / checkpoints.UNFINISHED, not output.exists()
+    try:
+        with checkpoints.writing(unfinished):
+            checkpoints.save_pretrained(unfinished, model, tokenizer)
+    except TrainingError:
+        with suppress(OSError):
+            if made:  # a directory that was there is its user's
+                output.rmdir()
+        raise
+    checkpoints.move_model(unfinished, output)
+
+
+def positions(model: PreTrainedModel) -> int | None:
+    """Return the longest sequence of the model, None where its configuration does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def locate(name: str) -> str:
     """Return the directory of :func:`load`'s ``name``, or the name. Raises FileNotFoundError where there is none."""
-    path = Path(name)
+    path = Path(name := os.path.expanduser(name))
     if path.is_dir() and not (path / "config.json").exists():
         complete = checkpoints.complete_checkpoints(path)
         if not complete:

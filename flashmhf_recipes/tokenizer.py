@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def _limited(texts: Iterable[str]) -> Iterable[str]:
 
 def load(name: str):
     """A tokenizer by directory, tokenizer.json or name. Raises DataError without it or an end-of-text token."""
+    name = os.path.expanduser(name)
     try:
         single = Path(name).is_file()
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=name) if single else AutoTokenizer.from_pretrained(name)

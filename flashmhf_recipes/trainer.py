@@ -14,11 +14,10 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from flashmhf.nn import Muon, param_groups
 
-from . import checkpoints
+from . import checkpoints, fused_loss
 from .errors import ADVICE, OptionError, TrainingError
 from .layout import WHOLE, load_optimizer, whole_optimizer
 from .options import Options
@@ -39,6 +38,8 @@ class RunTrainer(Trainer, TrainerCallback):
         self.layout = options.layout(args.world_size)
         self.stopped = self.evaluation_due = False
         super().__init__(args=args, callbacks=[self, *callbacks], **kwargs)
+        if options.fused_loss:
+            fused_loss.apply(self.model)
         self.data_index = self.layout.data_index(args.process_index)
         if self.model.config.tie_word_embeddings:
             # Checkpoints hold tied weights once; else the Trainer would warn of them as missing.
@@ -123,11 +124,13 @@ class RunTrainer(Trainer, TrainerCallback):
             raise TrainingError(f"the loss is {total} at step {self.state.global_step}; {ADVICE}")
         progress = {"loss_sum": total.item(), "logged_step": self._globalstep_last_logged}
         self.state.stateful_callbacks[PROGRESS] = progress | {"evaluation_due": self.evaluation_due}
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
+        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        with checkpoints.writing(checkpoint):
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                checkpoints.mark_complete(checkpoint)
         if self.args.should_save:
-            checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-            checkpoints.mark_complete(checkpoint)
             checkpoints.rotate(checkpoint.parent, self.options.keep)
 
     def _loader(self, dataset: Dataset, size: int) -> DataLoader:
@@ -145,9 +148,10 @@ class RunTrainer(Trainer, TrainerCallback):
         loader, samples = self._loader(self.eval_dataset, args.per_device_eval_batch_size), len(self.eval_dataset)
         turns = math.ceil(samples / args.per_device_eval_batch_size)
         sums = torch.zeros(turns, dtype=torch.float64, device=args.device)
+        settings = {"skip_logits": True} if self.options.fused_loss else {}
         self.model.eval()
         for turn, inputs in enumerate(loader):
-            loss = self.model(**self._prepare_inputs(inputs)).loss
+            loss = self.model(**self._prepare_inputs(inputs), **settings).loss
             batch = turn * self.layout.data_processes + self.data_index
             if batch < len(sums) and args.process_index % self.layout.tp == 0:
                 sums[batch] = loss.double() * len(inputs["input_ids"])
@@ -165,16 +169,12 @@ class RunTrainer(Trainer, TrainerCallback):
         return metrics
 
     def write_model(self, output: Path) -> None:
-        """Write the model's files to ``output``, config.json last: it says that there is a model."""
-        unfinished = output / "model.partial"
-        with checkpoints.writing(lambda: unfinished):
+        """Write the model's files to ``output``, or raise TrainingError and leave it as it is."""
+        unfinished = output / checkpoints.UNFINISHED
+        with checkpoints.writing(unfinished):
             self.save_model(str(unfinished))
         if self.args.should_save:
-            for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):  # of a shorter run, perhaps in other files
-                (output / name).unlink(missing_ok=True)
-            for path in sorted(unfinished.iterdir(), key=lambda path: path.name == "config.json"):
-                os.replace(path, output / path.name)
-            unfinished.rmdir()
+            checkpoints.move_model(unfinished, output)
 
 
 class _Turns(DistributedSampler):

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -22,11 +22,12 @@ from flashmhf.models import loading
 from flashmhf.models.presets import SCALES, preset
 from flashmhf.models.record import is_fp8
 
-from . import checkpoints, data, metrics, pretrained
+from . import checkpoints, data, fused_loss, metrics, pretrained
+from .arguments import one_path
 from .documents import find_files
 from .errors import DataError, OptionError, TrainingError
 from .flops import peak_flops, training_flops_per_token
-from .options import Options, empty_model, naming, schedule, training_arguments
+from .options import Options, empty_model, schedule, training_arguments
 from .stopping import Stopped, StopSignals
 from .tokenizer import load as load_tokenizer
 from .tokenizer import token_numbers
@@ -51,8 +52,9 @@ class Result:
 
 
 def first_process() -> bool:
-    """Return whether this is the process that writes; launchers set RANK before anything is initialised."""
-    return int(os.environ.get("RANK", "0")) == 0
+    """Return whether this is the process that writes; launchers say so before anything is initialised. Without
+    LOCAL_RANK accelerate makes one process of it, whatever RANK is: on some clusters that is the node's."""
+    return os.environ.get("LOCAL_RANK", "-1") == "-1" or os.environ.get("RANK", "0") == "0"
 
 
 def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Result:
@@ -71,8 +73,10 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     model = trained[0] if trained else empty_model(options)
     arguments = training_arguments(options)
     options.layout(arguments.world_size).check(model)
+    if options.fused_loss:
+        fused_loss.check(model)
     _warn_of_short_warmup(options, arguments)
-    with StopSignals() as signals, _locked(output):
+    with StopSignals() as signals, _locked(output) as made:
         if first_process():
             _refuse_occupied(output, options)  # another process may have been faster
             checkpoints.write_whole(output / RUN, json.dumps(asdict(options), indent=1) + "\n")
@@ -80,8 +84,8 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
             return _train(options, arguments, bar, callbacks, signals, None, trained)
         except Exception as error:
             if first_process() and not metrics.read_rows(output) and not checkpoints.numbered_checkpoints(output):
-                own = options.tokens == str(output.absolute())
-                _release(output, keep_tokens=own or not isinstance(error, DataError))
+                own = options.tokens == options.output
+                _release(output, keep_tokens=own or not isinstance(error, DataError), made=made)
             raise
 
 
@@ -94,7 +98,7 @@ def resume(
     Raises FileNotFoundError where there is no run, FileExistsError where another process trains it, OptionError for
     ``steps`` that are done, TrainingError when no checkpoint loads.
     """
-    output = Path(output)
+    output = Path(one_path(output))
     run = _read_run(output).resolve()
     stored = {"tp": run.tp, "dp_shard": run.dp_shard}
     layout = stored if (tp, dp_shard) == (None, None) else {"tp": tp, "dp_shard": dp_shard}
@@ -157,11 +161,13 @@ def _warn_of_steps(arguments: TrainingArguments, done: int, before: int, after: 
 
 
 @contextmanager
-def _locked(output: Path) -> Iterator[None]:
-    """Hold the run's directory; the kernel frees it with the process. Raises FileExistsError that names the holder."""
+def _locked(output: Path) -> Iterator[bool]:
+    """Hold the run's directory, and say whether it is new; the kernel frees it with the process. Raises FileExistsError
+    that names the holder."""
     if not first_process():
-        yield
+        yield False
         return
+    made = not output.exists()
     output.mkdir(parents=True, exist_ok=True)
     with (output / LOCK).open("a+", encoding="utf-8") as file:
         try:
@@ -174,32 +180,36 @@ def _locked(output: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        yield
+        yield made
 
 
 def _refuse_occupied(output: Path, options: Options) -> None:
     """Raise FileExistsError for a directory with a run, or with anything else that a run would overwrite."""
     if (output / RUN).exists():
         raise FileExistsError(f"{output} holds a run already; continue it with resume or choose another output")
-    ours = [TOKENIZER, DATA] if not options.tokens or Path(options.tokens) != output.absolute() else []
-    ours += [INIT, metrics.FILE, "config.json", "model.safetensors", "model.safetensors.index.json"]
+    ours = [TOKENIZER, DATA] if options.tokens != options.output else []
+    ours += [INIT, metrics.FILE, "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"]
+    ours += ["tokenizer_config.json", "generation_config.json"]
     found = [name for name in ours if (output / name).exists()]
     found += [path.name for path in checkpoints.numbered_checkpoints(output)]
+    with suppress(OSError):
+        if (output / LOCK).is_dir() or (output / LOCK).read_bytes()[:8] not in (b"", b"process "):
+            found.append(LOCK)
     if found:
         hint = f", or train on its tokens with tokens={output}" if found == [TOKENIZER, DATA] else ""
         raise FileExistsError(f"{output} holds {', '.join(found)}, which a run would overwrite; choose another{hint}")
 
 
-def _release(output: Path, keep_tokens: bool) -> None:
-    """Take back a start that failed, so that the directory is free for another one."""
+def _release(output: Path, keep_tokens: bool, made: bool) -> None:
+    """Take back a start that failed as far as possible, and the directory if the start has ``made`` it. Never raises:
+    what failed has a reason of its own."""
     if not (keep_tokens and (output / DATA).exists()):
         for name in (TOKENIZER, TOKENIZER + ".partial", DATA, DATA + ".partial"):
             shutil.rmtree(output / name, ignore_errors=True)
     shutil.rmtree(output / INIT, ignore_errors=True)
-    for name in (RUN, metrics.FILE, LOCK):
-        (output / name).unlink(missing_ok=True)
-    if not any(output.iterdir()):
-        output.rmdir()
+    for remove in (*((output / name).unlink for name in (RUN, metrics.FILE, LOCK)), *[output.rmdir] * made):
+        with suppress(OSError):  # also a directory that holds something else
+            remove()
 
 
 def _load_trained(options: Options) -> tuple[PreTrainedModel, object]:
@@ -211,9 +221,11 @@ def _load_trained(options: Options) -> tuple[PreTrainedModel, object]:
     model, tokenizer = pretrained.load(options.init_from, **settings)
     if is_fp8(model):
         raise OptionError(f"init_from is {path}, a quantised model; supported: a model as it was trained")
-    positions = model.config.max_position_embeddings
+    positions = pretrained.positions(model)
     options.length = options.length or positions
-    if options.length > positions:
+    if options.length is None:
+        raise OptionError(f"length must be given: the configuration of {path} has no maximum")
+    if positions and options.length > positions:
         raise OptionError(f"length is {options.length}; the model of init_from has {positions} positions")
     return model, tokenizer
 
@@ -232,7 +244,7 @@ def _train(
             # A run killed before its first checkpoint needs the model again.
             trained = trained or _load_trained(options)
             _save_tokenizer(trained[1], output)
-            with _whole(output / INIT) as partial, checkpoints.writing(lambda: partial):
+            with _whole(output / INIT) as partial, checkpoints.writing(partial):
                 checkpoints.save_pretrained(partial, *trained)
         if not (output / DATA / data.MANIFEST).exists():
             if checkpoint:
@@ -242,20 +254,18 @@ def _train(
     tokenizer, tokens = load_tokenizer(str(output / TOKENIZER)), data.load(output / DATA)
     set_seed(options.seed)
     model = trained[0] if trained else _first_model(options, tokenizer)
-    tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.model_max_length = pretrained.positions(model) or tokenizer.model_max_length
     train_tokens, eval_tokens = data.split(tokens, options.eval_fraction, options.length, tokenizer.eos_token_id)
     flops, peak = training_flops_per_token(model, options.length), peak_flops(arguments.device)
     recorder = metrics.MetricsCallback(output, options.batch * options.length, flops, peak, bar)
-    with naming("arguments", options):  # what transformers looks at only now
-        trainer = RunTrainer(
-            options=options, checkpoint=checkpoint, signals=signals, model=model, args=arguments,
-            train_dataset=data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed),
-            eval_dataset=None if eval_tokens is None else data.Blocks(eval_tokens, options.length),
-            processing_class=tokenizer, callbacks=[recorder, *callbacks],
-        )  # fmt: skip
+    trainer = RunTrainer(
+        options=options, checkpoint=checkpoint, signals=signals, model=model, args=arguments,
+        train_dataset=data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed),
+        eval_dataset=None if eval_tokens is None else data.Blocks(eval_tokens, options.length),
+        processing_class=tokenizer, callbacks=[recorder, *callbacks],
+    )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
-    with checkpoints.writing(lambda: checkpoints.cut_off(output)):
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     steps = trainer.state.global_step
     if trainer.stopped:
         raise Stopped(signals.received, steps)
@@ -281,6 +291,7 @@ def _whole(directory: Path) -> Iterator[Path]:
     """Give a directory to fill, which gets its name when the block has ended; a kill leaves no half of it."""
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(exist_ok=True)
     yield partial
     partial.rename(directory)
 
@@ -292,7 +303,6 @@ def prepare(options: Options, bar: bool) -> None:
         return _take_tokens(Path(options.tokens), output)
     # --data may hold the run's directory: what a killed process has left is gone by now
     with _whole(output / DATA) as partial:
-        partial.mkdir()
         cache = partial / "documents"
         if options.dataset is None:
             documents = data.local(options.data, options.text_field, options.seed, cache, bar)
@@ -320,10 +330,11 @@ def _take_tokens(source: Path, output: Path) -> None:
     if load_tokenizer(str(output / TOKENIZER)).get_vocab() != tokenizer.get_vocab():
         raise OptionError("tokens has tokens of another tokenizer than the model of init_from")
     with _whole(output / DATA) as partial:
-        shutil.copytree(source / DATA, partial, copy_function=_link)
+        for name in (data.TOKENS, data.MANIFEST):
+            _link(source / DATA / name, partial / name)
 
 
-def _link(source: str, target: str) -> None:
+def _link(source: Path, target: Path) -> None:
     """Make a hard link (tokens are never written in place), or a copy where the file systems differ."""
     try:
         os.link(source, target)

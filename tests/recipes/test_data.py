@@ -4,6 +4,7 @@ seed."""
 import gzip
 import json
 import os
+import pickle
 import time
 from collections import Counter
 
@@ -211,6 +212,9 @@ def test_blocks_cover_every_token_once_a_pass(tmp_path):
     assert all(torch.equal(data.Blocks(tokens, 10, 25, 3)[i]["input_ids"], blocks[i]["input_ids"]) for i in (17, 3, 24))
     assert [data.Blocks(tokens, 10, 25, 4).block(i) for i in range(10)] != order[:10]
     assert [data.Blocks(tokens, 10).block(i) for i in range(10)] == list(range(10))
+    # a process that is started anew gets where the tokens are, not the tokens
+    again = pickle.loads(pickled := pickle.dumps(data.Blocks(tokens, 10, 25, 3)))
+    assert len(pickled) < 1000 and torch.equal(again[4]["input_ids"], sample["input_ids"])
     with pytest.raises(DataError, match="105 tokens, less than one block of 200"):
         data.Blocks(tokens, 200)
 
@@ -253,6 +257,19 @@ def test_paths_of_text(tmp_path):
     assert sorted(texts) == [f"{name}\r\n\n" for name in used]
     kinds = [f"files ending in '.{end}'" for end in ("gz", "json", "csv")]
     assert left_out == dict.fromkeys([*kinds, "files without a suffix", "links to nothing"], 1)
+    hidden = tmp_path / ".hidden"
+    for name in (".git/notes.txt", ".ipynb_checkpoints/a-checkpoint.txt", "_temporary/0/b.txt", "._a.txt", "_x.md"):
+        (hidden / name).parent.mkdir(parents=True, exist_ok=True)
+        (hidden / name).write_text(name)
+    with pytest.raises(
+        DataError, match="has no files that can be read; .*; left out: 2 hidden files; left out: 3 hidden f"
+    ):
+        documents.find_files([hidden])
+    os.mkfifo(hidden / "pipe.txt")
+    (hidden / "a.txt").write_text("a")
+    left_out = {"hidden folders": 3, "hidden files": 2, "pipes, sockets and devices": 1}
+    assert read(hidden) == (["a"], left_out)  # named by its user, it is read
+    assert read(hidden / "_x.md", hidden / ".git") == (["_x.md", ".git/notes.txt"], {})
     (tmp_path / "a.pdf").write_bytes(b"%PDF")
     (tmp_path / "empty").mkdir()
     for name, message in (("no.txt", "does not exist"), ("empty", "has no files"), ("a.pdf", "ends in '.pdf'")):

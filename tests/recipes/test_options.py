@@ -15,11 +15,23 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from transformers import TrainingArguments
+
 from flashmhf_recipes import options as module
 from flashmhf_recipes import training
+from flashmhf_recipes.arguments import parsed
 from flashmhf_recipes.options import Options, training_arguments
 
 NO_WANDB = pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+
+
+# What a text stands for is no guess of a library in the middle of a run: "False" is true.
+UNFIT = {
+    "eval_on_start": ("False", 1, None), "max_grad_norm": ("1.0", math.nan, None, True), "adam_beta1": ("0.9",),
+    "save_steps": (0, -5, 1.5, "10", math.inf), "eval_steps": (0, 2.5), "logging_steps": (0, math.nan),
+    "weight_decay": (-0.1, math.inf), "torch_empty_cache_steps": (2.5,), "run_name": (5,), "report_to": ([1],),
+    "lr_scheduler_kwargs": ([],), "gradient_checkpointing_kwargs": (1,),
+}  # fmt: skip
 
 
 def resolved(**settings) -> Options:
@@ -28,16 +40,18 @@ def resolved(**settings) -> Options:
 
 def test_what_a_run_does_not_decide_is_passed_on_as_it_is():
     settings = {"neftune_noise_alpha": 5, "adam_epsilon": 1e-6, "push_to_hub": False, "lr_scheduler_type": "linear"}
+    settings |= {"gradient_checkpointing": True, "save_steps": 0.1}
     # another schedule does not end at min_learning_rate, and may begin below it
-    arguments = training_arguments(resolved(arguments=settings, checkpointing=True, learning_rate=1e-6))
-    assert arguments.gradient_checkpointing and arguments.learning_rate == 1e-6
+    arguments = training_arguments(resolved(arguments=settings, learning_rate=1e-6))
+    assert arguments.learning_rate == 1e-6
     assert {name: getattr(arguments, name) for name in settings} == settings
 
 
 @pytest.mark.parametrize("name", module.DECIDED)
 def test_what_a_run_decides_is_refused_and_names_the_option(name):
     option = module.DECIDED[name]
-    assert {field.name for field in dataclasses.fields(Options)} & set(re.findall(r"\w+", option))
+    names = {field.name for owner in (Options, TrainingArguments) for field in dataclasses.fields(owner)}
+    assert names & set(re.findall(r"\w+", option))
     with pytest.raises(ValueError, match=f"^arguments cannot set {name}; use {option}$"):
         resolved(arguments={name: 1})
 
@@ -84,6 +98,9 @@ def test_presets_and_networks_combine(settings, name):
       for name in ("optim", "optim_args")),
     ({"dp_shard": 2, "arguments": {"torch_compile_mode": "max-autotune"}}, "mode with tp or dp_shard; use compile"),
     ({"model": {"dtype": torch.float32}}, r"model is .*torch.float32.*; supported: values that JSON has"),
+    *(({name: value}, f"^{name} is {re.escape(repr(value))}; supported: ") for name, value in (
+        ("compile", "False"), ("param_groups", 0), ("fused_loss", "no"), ("steps", True), ("text_field", 5),
+        ("arguments", [1]), ("model", "x"), ("dataset", 1))),
     ({"optimizer": "lion"}, "optimizer is 'lion'; supported: adamw, muon"),
     ({"precision": "fp8"}, "precision is 'fp8'; supported: auto, bf16, fp32"),
     ({"device": "tpu"}, "device is 'tpu'; supported: auto, cpu, cuda"),
@@ -103,6 +120,8 @@ def test_presets_and_networks_combine(settings, name):
     ({"arguments": {"lr_scheduler_type": "warmup_stable_decay"}}, "arguments: .*num_decay_steps"),
     *(({"arguments": {"lr_scheduler_type": name}, "eval_fraction": 0.1},
        f"type is '{name}'; supported: schedules of the step alone") for name in ("reduce_lr_on_plateau", "greedy")),
+    *(({"arguments": {name: value}, "eval_fraction": 0.1}, rf"^arguments sets {name} to {re.escape(repr(value))}; supp")
+      for name, values in UNFIT.items() for value in values),
     ({"arguments": {"lr_scheduler_type": "nosuch"}}, "arguments: nosuch is not a valid SchedulerType"),
     ({"arguments": {"report_to": "nosuch"}}, "arguments: nosuch is not supported"),
     pytest.param({"arguments": {"report_to": "wandb"}}, "arguments: WandbCallback requires wandb", marks=NO_WANDB),
@@ -113,7 +132,8 @@ def test_presets_and_networks_combine(settings, name):
     ({"min_learning_rate": 1e-4, "arguments": {"lr_scheduler_type": "linear"}},
      "min_learning_rate is 0.0001, which has no effect"),
     ({"min_learning_rate": 1e-6, "arguments": {"lr_scheduler_kwargs": {"min_lr": 0}}}, "which has no effect with arg"),
-    ({"eval_every": 5}, "eval_every is 5, which has no effect without eval_fraction"),
+    *(({"arguments": {name: value}}, f"arguments sets {name}, which has no effect without eval_fraction")
+      for name, value in (("eval_steps", 5), ("eval_on_start", True))),
     ({"optimizer": "muon", "param_groups": False}, "param_groups is False, which has no effect with optimizer 'muon'"),
 ])  # fmt: skip
 def test_refused_settings(settings, message, tmp_path, monkeypatch):
@@ -125,7 +145,7 @@ def test_refused_settings(settings, message, tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
-COUNTS = ("vocab_size", "length", "batch", "micro_batch", "steps", "eval_every", "save_every")
+COUNTS = ("vocab_size", "length", "batch", "micro_batch", "steps")
 
 
 @pytest.mark.parametrize(("name", "values"), [
@@ -134,7 +154,6 @@ COUNTS = ("vocab_size", "length", "batch", "micro_batch", "steps", "eval_every",
     ("learning_rate", (0.0, math.inf, math.nan, "high", np.float32(1e-3))),
     ("min_learning_rate", (-1e-5, math.nan, "low")),
     ("warmup", (-1.0, 2.9, math.nan, math.inf, "long")),
-    ("weight_decay", (-0.1, math.nan, math.inf)),
     ("eval_fraction", (-0.1, 1.0, math.nan)),
     ("seed", (-1, 1 << 32, 0.5)),
     ("keep", (1, 2.5)),
@@ -160,3 +179,18 @@ def test_the_micro_batch_follows_the_processes(batch, bound, processes, expected
         return
     with pytest.raises(ValueError, match=expected):
         options.micro_batch_for(processes)
+
+
+@pytest.mark.parametrize(("kind", "texts"), [
+    (bool, {"False": False, "false": False, "no": False, "0": False, "True": True, "on": True, "maybe": "maybe"}),
+    (float, {".9": 0.9, "1.": 1.0, "1e-8": 1e-8, "5": 5, "1,0": "1,0", "None": "None", "NaN": "NaN", "true": "true"}),
+    (float | None, {"None": None, "null": None}),
+    (int | None, {"8": 8, "8.5": "8.5"}),
+    (str | None, {"5": "5", "true": "true", "None": None, "a=b": "a=b"}),
+    (str | list[str], {"none": "none", '["a", "b"]': ["a", "b"], "['a']": ["a"], "[1]": "[1]"}),
+    (dict | str | None, {'{"min_lr": 0}': {"min_lr": 0}, "{'min_lr': 0}": {"min_lr": 0}}),
+    (object, {"true": True, "False": False, "yes": True, ".5": 0.5, "silu": "silu"}),
+])  # fmt: skip
+def test_texts_of_the_command_line_are_read_by_type(kind, texts):
+    found = {text: parsed(text, kind) for text in texts}
+    assert [(value, type(value)) for value in found.values()] == [(value, type(value)) for value in texts.values()]
