@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import errno
 import json
-import math
 import os
 import shlex
 import signal
@@ -20,13 +19,11 @@ from .arguments import Parser, add_options, chosen_device, one_path, parsed, pos
 from .errors import OptionError, TrainingError
 
 STARTED = time.monotonic()  # before torch is imported
-LIMIT = 165.0  # seconds of the bare command, which ends within three minutes and names what it leaves out for it
 
 DESCRIPTION = """\
-Without a command, flashmhf shows within three minutes what it does on this machine: it checks output and gradients
-against float64, compares time and memory with SwiGLU's and naive MH-FFN's at equal parameters, trains a tiny language
-model with FlashMHF and one with SwiGLU, and leaves a table on the terminal and flashmhf_report.png in the current
-directory.
+Without a command, flashmhf shows within a minute what it does on this machine: it checks output and gradients against
+float64, compares time and memory with SwiGLU's and naive MH-FFN's at equal parameters, says what that means, and leaves
+flashmhf_report.png in the current directory.
 
 commands (flashmhf COMMAND --help):
 """
@@ -37,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Threads that spin at barriers make every small CPU product wait for the scheduler on a busy machine. OpenMP reads
     # this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler says on stderr when it starts and stops
     os.environ["MPLBACKEND"] = "agg"  # that of a notebook, which its "!" commands inherit, may not be installed here
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed from the start
@@ -109,13 +107,10 @@ def _collected(found: Iterable, what: str) -> list:
 
 def _everything(parser: Parser, arguments: list[str]) -> int:
     import flashmhf
-    from flashmhf import extras
 
-    from .first_run import accuracy, language_models, report, speed
+    from .first_run import accuracy, report, speed
 
     parser.add_argument("--version", action="version", version=f"flashmhf {flashmhf.__version__}")
-    parser.add_argument("--text", metavar="FILE", help="text to train on (the Python standard library's own source)")
-    parser.add_argument("--steps", type=positive_integer, help="steps of the language models (what time allows)")
     _add_device(parser)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -123,25 +118,14 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
         place = "options come after the command" if late else f"commands: {', '.join(COMMANDS)}"
         raise OptionError(f"{unknown[0]} is not an option or a command; {place}")
     picture = Path("flashmhf_report.png")
-    text = language_models.training_text(args.text)
     if not _writable(picture.parent) or not _writable(picture):
         raise OptionError(f"{picture} cannot be written in {Path.cwd()}")
-    setting, left_out = speed.setting_of(chosen_device(args.device)), []
-    print(f"{report.SHOWN[setting.device.type]}\n{report.NOT_SHOWN}\n", flush=True)
-    accuracies = _collected(accuracy.check(setting.device, STARTED + LIMIT / 4, left_out), "check against float64")
-    measurements = _collected(speed.compare(setting, STARTED + 0.45 * LIMIT, left_out), "time and memory")
-    try:
-        trained = language_models.train(text, setting.device, STARTED + LIMIT, left_out, args.steps)
-    except ModuleNotFoundError as error:
-        if (note := extras.advice("the language model", error.name)) is None:
-            raise
-        trained = {}
-        print(f"{note}\n")
-    drawn = bool(measurements or trained) and report.picture(picture, setting, measurements, trained)
-    source = Path(args.text).name if args.text else "Python's standard library"
-    print(report.table(setting, accuracies, measurements, trained, source))
-    for what in left_out:
-        print(f"left out, to end within three minutes: {what}")
+    setting = speed.setting_of(chosen_device(args.device))
+    accuracies = _collected(accuracy.check(setting.device), "check against float64")
+    measurements = _collected(speed.compare(setting), "time and memory")
+    drawn = report.picture(picture, setting, measurements)
+    found = setting, accuracies, measurements
+    print(report.table(*found), report.meaning(*found), sep="\n\n")
     print(f"\n{f'picture: {picture.resolve()}; ' if drawn else ''}this took {time.monotonic() - STARTED:.0f} s")
     return _verdict(accuracies)
 
@@ -171,7 +155,7 @@ def _check(parser: Parser, arguments: list[str]) -> int:
     parser.add_argument("--backend", choices=tuple(backends.BACKENDS), help="the only one to check (every usable one)")
     args = parser.parse_args(arguments)
     device = chosen_device(args.device)
-    accuracies = _collected(accuracy.check(device, math.inf, [], args.backend), "check against float64")
+    accuracies = _collected(accuracy.check(device, args.backend), "check against float64")
     if not accuracies:
         reason = backends.BACKENDS[args.backend].why_not(device, torch.float32, d_h=128, d_e=384)
         raise OptionError(f"back end {args.backend} cannot run: {reason}")

@@ -1,4 +1,4 @@
-"""What ends a training run early: SIGTERM and SIGINT, which finish and save the step, and the clock."""
+"""What ends a training run early: SIGTERM and SIGINT, which finish and save the step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections import deque
 
 import torch
-from transformers import TrainerCallback
 
 # torchrun passes on a signal that its workers have received already, as from Ctrl-C in a terminal.
 REPEAT_SECONDS = 2.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
@@ -72,19 +70,3 @@ class StopSignals:
         if received and self.received is None:
             self.received = int(received)
         return bool(received)
-
-
-class Until(TrainerCallback):
-    """End a run after ``steps``, or early enough for its held-out loss, over ``batches``, to be there at ``end`` (by
-    time.monotonic). Only its schedule, which was longer, tells it from a run of so many steps."""
-
-    def __init__(self, end: float, steps: int, batches: int):
-        self.end, self.steps, self.batches = end, steps, batches
-        self.recent: deque[float] = deque(maxlen=11)  # ends of steps; one slow step among ten is no slow machine
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        self.recent.append(time.monotonic())
-        step = (self.recent[-1] - self.recent[0]) / max(1, len(self.recent) - 1)
-        left = self.end - self.recent[-1] - step * (1 + self.batches / 2)  # a forward pass is a third of a step
-        if state.global_step >= self.steps or left < 0:
-            control.should_training_stop = control.should_log = control.should_evaluate = True

@@ -1,2 +1,2 @@
-"""The bare command: errors against float64, time and memory, small language models; a table and a picture. The
-language models need the extra ``flashmhf[lm]``; the rest needs torch alone."""
+"""The bare command: errors against float64, time and memory beside SwiGLU; a table and a picture. It needs torch alone,
+and for the picture matplotlib of the extra ``flashmhf[lm]``."""

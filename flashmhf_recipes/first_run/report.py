@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,28 +12,18 @@ import flashmhf
 from flashmhf import backends
 
 from .accuracy import Accuracy
-from .language_models import Trained
 from .speed import Measurement, Setting, modules
 
 logger = logging.getLogger(__name__)
 
 COLORS = {"SwiGLU": "tab:orange", "SwiGLU compiled": "tab:red", "naive MH-FFN": "tab:gray", "FlashMHF": "tab:blue"}
+COMPARED = ("FlashMHF", "SwiGLU")
 FIGURES = {
     "forward_ms": "inference, ms",
     "forward_mib": "peak memory at inference, MiB",
     "step_ms": "training step, ms",
     "step_mib": "peak memory of a training step, MiB",
 }
-# what a run can show and what it cannot, by the kind of device
-SHOWN = {
-    "cuda": "This shows whether results are right here, and time and memory of README's layers on this GPU.",
-    "cpu": """\
-A run on a CPU shows whether results are right, how the memory of a training step grows, and models learn.
-It says nothing of the speed on a GPU, which README.md has: the fused kernels are for CUDA GPUs, and here
-PyTorch's own operators compute FlashMHF in blocks.""",
-}
-NOT_SHOWN = """\
-Models this small, trained so shortly, do not tell which network learns better; docs/quality.md has runs that do."""
 
 
 def headline(setting: Setting) -> str:
@@ -68,11 +57,8 @@ def check_table(accuracies: Iterable[Accuracy]) -> str:
     return _aligned(rows)
 
 
-def table(
-    setting: Setting, accuracies: Sequence[Accuracy] = (), measurements: Sequence[Measurement] = (),
-    trained: dict[str, Trained] | None = None, text: str = "",
-) -> str:  # fmt: skip
-    """Return one column a network; blocks for errors, time and memory, and the language models on ``text``."""
+def table(setting: Setting, accuracies: Sequence[Accuracy] = (), measurements: Sequence[Measurement] = ()) -> str:
+    """Return one column a network: errors, then time and memory."""
     names = [name for name in COLORS if name in modules(setting)]
     rows: list[tuple[str, ...]] = [("", *names)]
 
@@ -94,32 +80,32 @@ def table(
             for tokens in dict.fromkeys(m.tokens for m in measurements):
                 cells = {m.module: getattr(m, attribute) for m in measurements if m.tokens == tokens}
                 add(f"  {each}, {tokens:,} tokens", cells)
-    if trained:
-        rows.append(())
-        add(f"language model on {text}: parameters", {name: model.parameters for name, model in trained.items()})
-        add("  seconds of a step", {name: model.step_s for name, model in trained.items()})
-        steps = " and ".join(dict.fromkeys(str(len(model.losses)) for model in trained.values()))
-        held_out = {name: model.held_out for name, model in trained.items()}
-        add(f"  held-out loss after {steps} steps, nats/byte", held_out)
     return headline(setting) + "\n\n" + _aligned(rows)
 
 
-def picture(path: Path, setting: Setting, measurements: Sequence[Measurement], trained: dict[str, Trained]) -> bool:
-    """Draw time and memory of inference (GPU), memory of a training step, and the training curves; return whether the
-    PNG was written. One that cannot be drawn is a warning: the table has it all."""
-    attributes = ["forward_ms", "forward_mib", "step_mib"] if setting.device.type == "cuda" else ["step_mib"]
-    panels = (attributes if measurements else []) + ["losses"] * bool(trained)
+def meaning(setting: Setting, accuracies: Sequence[Accuracy], measurements: Sequence[Measurement]) -> str:
+    """Return in three sentences what the table shows."""
+    failed, tokens = sum(not a.passed for a in accuracies), max(m.tokens for m in measurements)
+    ours, theirs = (next(m for m in measurements if (m.module, m.tokens) == (name, tokens)) for name in COMPARED)
+    found = f"{failed} of {len(accuracies)} are outside" if failed else f"all {len(accuracies)} are within"
+    time = {name: getattr(ours, name) / getattr(theirs, name) for name in ("step_ms", "forward_ms")}
+    where = {"cuda": "GPU", "cpu": "CPU (README.md has GPUs, where fused kernels run)"}[setting.device.type]
+    return f"""\
+Errors against float64: {found} their limits, which rounding in the same precision sets.
+A training step on {tokens:,} tokens needs {ours.step_mib / theirs.step_mib:.2f} of SwiGLU's memory at equal parameters.
+It takes {time["step_ms"]:.2f} of SwiGLU's time, inference {time["forward_ms"]:.2f}, on this {where}."""
+
+
+def picture(path: Path, setting: Setting, measurements: Sequence[Measurement]) -> bool:
+    """Draw memory and time of a training step, on a GPU of inference, too; return whether the PNG was written. One that
+    cannot be drawn is a warning: the table has it all."""
+    panels = ["step_mib", "step_ms"] + ["forward_mib", "forward_ms"] * (setting.device.type == "cuda")
     try:
         from matplotlib.figure import Figure  # without pyplot, which would need a display
 
         figure = Figure(figsize=(5.5 * len(panels), 4.8), layout="constrained")
-        for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            if panel == "losses":
-                _draw_losses(axis, trained)
-            else:
-                _draw_layers(axis, setting, measurements, panel)
-            axis.grid(True, which="both", alpha=0.3)
-            axis.legend(fontsize=9)
+        for axis, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
+            _draw(axis, setting, measurements, panel)
         figure.suptitle(headline(setting))
         figure.savefig(path, dpi=110, format="png")
     except Exception as error:  # fonts, caches, disks: matplotlib raises whatever they do
@@ -128,7 +114,7 @@ def picture(path: Path, setting: Setting, measurements: Sequence[Measurement], t
     return True
 
 
-def _draw_layers(axis, setting: Setting, measurements: Sequence[Measurement], attribute: str) -> None:
+def _draw(axis, setting: Setting, measurements: Sequence[Measurement], attribute: str) -> None:
     tokens = sorted({m.tokens for m in measurements})
     for name, color in COLORS.items():
         if points := [(m.tokens, getattr(m, attribute)) for m in measurements if m.module == name]:
@@ -139,12 +125,5 @@ def _draw_layers(axis, setting: Setting, measurements: Sequence[Measurement], at
     axis.minorticks_off()
     axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
     axis.yaxis.set_major_formatter("{x:,.0f}")
-
-
-def _draw_losses(axis, trained: dict[str, Trained]) -> None:
-    for name, model in trained.items():
-        smoothed = [statistics.fmean(model.losses[max(0, at - 9) : at + 1]) for at in range(len(model.losses))]
-        label = f"{name}, {model.parameters / 1e6:.2f}M: held out {model.held_out:.3f}"
-        axis.plot(smoothed, color=COLORS[name], label=label)
-        axis.plot(len(smoothed) - 1, model.held_out, "o", color=COLORS[name])
-    axis.set(title="language model: loss, nats/byte (too short to rank them)", xlabel="step")
+    axis.grid(True, which="both", alpha=0.3)
+    axis.legend(fontsize=9)

@@ -201,7 +201,7 @@ def test_a_failed_start_leaves_the_directory_free(text, tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch()
     command = f"train --output run --preset tiny --data {text} --steps 3 --device cpu --vocab-size 300".split()
-    command += "--length 32 --batch 4 --eval-fraction 0.1 --log-every 2 --model-set ffn_q_norm=true".split()
+    command += "--length 32 --batch 4 --eval-fraction 0.1 --set logging_steps=2 --model-set ffn_q_norm=true".split()
     for arguments, message in {
         "--set optim=nosuch": "arguments: nosuch is not a valid OptimizerNames",
         "--length 100000": "less than one block",
@@ -220,7 +220,7 @@ def test_a_failed_start_leaves_the_directory_free(text, tmp_path, monkeypatch, c
 
 def test_only_the_first_process_makes_the_data(text, tmp_path, monkeypatch):
     """The others go on when the first has failed, and their files would stand in the way of the corrected command."""
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(training, "first_process", lambda: False)
     with pytest.raises(TrainingError, match="run has no data: the first process failed"):
         start(tmp_path / "run", text)
     assert not (tmp_path / "run").exists()
