@@ -82,7 +82,7 @@ def test_what_a_command_writes_must_be_writable(tmp_path, monkeypatch, capsys):
 MISTAKES = {
     "--steps 5": "--steps is not an option or a command; commands: info, check",
     "train --output ./run --data x --steps many": "argument --steps: invalid int value: 'many'; flashmhf train --help",
-    "train --output ./run --data x.txt --set max_grad_norm=1,0": "arguments sets max_grad_norm to '1,0'; supported: float",
+    "train --output ./run --data x.txt --set max_grad_norm=1,0": "sets max_grad_norm to '1,0'; supported: float",
     "train --output ./run --data x --set full_determinism=maybe": "sets full_determinism to 'maybe'; supported: bool",
     "train --output ./run --data x.txt --model-set ffn_q_norm=maybe": "model: ",
     "--device tpu": "device is 'tpu'; supported: auto, cpu, cuda, cuda:N",
