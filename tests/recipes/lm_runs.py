@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ pytest.importorskip("accelerate")
 from safetensors.torch import load_file  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
-from flashmhf_recipes import cli, metrics, training  # noqa: E402
+from flashmhf_recipes import cli, data, metrics, tokenizer, training  # noqa: E402
 from flashmhf_recipes.errors import TrainingError  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,16 @@ def options(output: Path, text: Path, arguments: dict | None = None, **settings)
 def start(output: Path, text: Path, callbacks: Iterable = (), **settings) -> training.Result:
     """Train with these options, without a bar."""
     return training.start(options(output, text, **settings), bar=False, callbacks=callbacks)
+
+
+def store_tokens(text: Path, folder: Path) -> Path:
+    """Lay a text's tokens in ``folder`` as a run does, without datasets, which may be missing on a GPU's machine."""
+    documents = data.Documents(lambda: [{"text": text.read_text(encoding="utf-8")}], "a text", Counter())
+    made = tokenizer.train(documents, 300)
+    made.save_pretrained(folder / training.TOKENIZER)
+    (folder / training.DATA).mkdir()
+    data.store(folder / training.DATA, documents, made, 10_000)
+    return folder
 
 
 def torchrun(processes: int, *arguments: object, **fault: str) -> subprocess.CompletedProcess:

@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from lm_runs import options, same_run, start, torchrun
+import torch
+from lm_runs import options, same_run, start, store_tokens, torchrun
 
 from flashmhf_recipes import data, metrics, training
 from flashmhf_recipes.errors import OptionError
@@ -87,6 +88,22 @@ def test_a_killed_process_of_four_ends_the_job_and_the_run_resumes_on_two_and_on
     shutil.rmtree(run / "checkpoint-12")
     training.resume(run, tp=1, bar=False)
     same_run(run, one_process, rel=1e-5)
+
+
+@pytest.mark.gpu
+def test_two_gpus_train_as_one_and_resume(text, tmp_path):
+    """Data parallel over NCCL, killed amid step 6 and resumed."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    settings = SETTINGS | {"data": [], "tokens": str(store_tokens(text, tmp_path)), "device": "cuda"}
+    expected = start(tmp_path / "one", text, precision="fp32", arguments={"eval_on_start": True}, **settings).output
+    flags = [{"cpu": "cuda"}.get(flag, flag) for flag in FLAGS]
+    run = tmp_path / "run"
+    killed = torchrun(2, *flags, "--precision", "fp32", "--tokens", tmp_path, "--output", run, DIE_AT="5")
+    assert killed.returncode and [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-4"]
+    done = torchrun(2, "train", "--resume", "--output", run)
+    assert done.returncode == 0, done.stderr[-3000:]
+    same_run(run, expected, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -3,11 +3,10 @@ line."""
 
 import importlib.util
 import json
-from collections import Counter
 
 import pytest
 import torch
-from lm_runs import At, environment, interrupt, noting, same_run, start
+from lm_runs import At, environment, interrupt, noting, same_run, start, store_tokens
 from processes import run_python
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -150,14 +149,9 @@ def test_compiled_training(precision, rel, text, tmp_path):
 @pytest.mark.gpu
 def test_compiled_training_on_a_gpu(text, tmp_path):
     """bf16 autocast through Inductor and the fused kernels: one graph, and the loss falls as in float32 without
-    compilation. The tokens lie there as another run's do: files are read with datasets, which may be missing."""
-    documents = data.Documents(lambda: [{"text": text.read_text()}], "a text", Counter())
-    made = tokenizer.train(documents, 300)
-    made.save_pretrained(tmp_path / "tokens" / training.TOKENIZER)
-    (tmp_path / "tokens" / training.DATA).mkdir()
-    data.store(tmp_path / "tokens" / training.DATA, documents, made, 10_000)
+    compilation."""
     sizes = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, ffn_num_heads=2, ffn_num_subnets=2)
-    settings = dict(data=[], tokens=str(tmp_path / "tokens"), device="auto", model=sizes, steps=20)
+    settings = dict(data=[], tokens=str(store_tokens(text, tmp_path)), device="auto", model=sizes, steps=20)
     plain = start(tmp_path / "plain", text, precision="fp32", **settings)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
