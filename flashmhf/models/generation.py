@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+from collections.abc import Iterator
 from numbers import Real
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, TextStreamer, set_seed
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, TextStreamer
 
 from .. import checks
 
@@ -41,6 +43,20 @@ def printer(tokenizer) -> TextStreamer:
     return _Printer(tokenizer, skip_prompt=True, **_DECODING)
 
 
+@contextlib.contextmanager
+def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Seed what sampling on ``device`` draws from, unless ``seed`` is None, and put it back as it was."""
+    kind = "cuda" if device.type == "cpu" else device.type
+    module = getattr(torch, kind)
+    devices = [] if device.type == "cpu" else range(module.device_count())
+    with torch.random.fork_rng(devices, enabled=seed is not None, device_type=kind):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                getattr(module, "manual_seed_all", module.manual_seed)(seed)
+        yield
+
+
 def generate(
     model: PreTrainedModel, tokenizer, prompt: str, *, max_new_tokens: int = 100, temperature: float = 0.8,
     top_p: float = 0.95, seed: int | None = None, streamer: TextStreamer | None = None,
@@ -49,8 +65,9 @@ def generate(
 
     The model's own settings take no part, and nothing is written to the model. The prompt gets no special tokens, as
     texts in training; an empty one starts after an end-of-text token. ``streamer`` gets the tokens as they come
-    (:func:`printer`). Raises ValueError for settings out of range, a prompt that leaves no room, is not Unicode or has
-    nothing to start after, and probabilities not finite; TypeError for other types.
+    (:func:`printer`). A ``seed`` leaves the process's random states as they were. Raises ValueError for settings out of
+    range, a prompt that leaves no room, is not Unicode or has nothing to start after, and probabilities not finite;
+    TypeError for other types.
     """
     checks.instance("model", model, PreTrainedModel, "a transformers.PreTrainedModel")
     checks.instance("prompt", prompt, str)
@@ -75,8 +92,6 @@ def generate(
     room = max_new_tokens if limit is None else limit - len(ids)
     if room < 1:
         raise ValueError(f"the prompt has {len(ids)} tokens; the model has {limit} positions")
-    if seed is not None:
-        set_seed(seed)
     # top_k: transformers' own default samples from the 50 likeliest tokens.
     sampled = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     how = {"max_new_tokens": min(max_new_tokens, room)} | (sampled if temperature else {"do_sample": False})
@@ -86,5 +101,6 @@ def generate(
     view.generation_config = GenerationConfig()
     inputs = torch.tensor([ids], device=model.device)
     watched = {"streamer": streamer, "logits_processor": LogitsProcessorList([_RefuseNotFinite()])}
-    out = view.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings, **watched)
+    with _seeded(seed, model.device):
+        out = view.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings, **watched)
     return tokenizer.decode(out[0], **_DECODING)[len(tokenizer.decode(ids, **_DECODING)) :]
