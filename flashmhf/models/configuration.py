@@ -98,13 +98,15 @@ class FlashMHFConfig(LlamaConfig):
             self.hidden_act = "silu"
         super().__post_init__(**kwargs)
 
-    def save_pretrained(self, save_directory, **kwargs):
+    def save_pretrained(self, save_directory, push_to_hub=False, **kwargs):
         """Write config.json as transformers does, with an ``auto_map`` and, beside it, the module that this names."""
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"{_AUTO_MODULE}.py").write_text(_AUTO_SOURCE, "utf-8")
         self.auto_map = {auto: f"{_AUTO_MODULE}.{name}" for auto, name in AUTO_CLASSES.items()}
         super().save_pretrained(save_directory, **kwargs)
+        if push_to_hub:  # transformers' own save_pretrained would upload config.json alone
+            self.push_to_hub(kwargs.pop("repo_id", directory.name), **kwargs)
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
