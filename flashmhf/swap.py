@@ -217,10 +217,12 @@ def replace_ffn(
         swapped = [model.get_submodule(name) for name in names]
         models = [each for each in record.models_in(model) if not {*swapped}.isdisjoint(each.modules())]
         for each in models:
-            record.described(each, changes=True)
+            record.check_unquantised(each)
+            record.described(each)
     for members in shared.values():
         network = _counterpart(model.get_submodule(members[0]), sizes, kwargs)
         mark_drawn(network)
+        network.placed = True
         for name in members:
             model.set_submodule(name, network)
     for each in models:

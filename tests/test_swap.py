@@ -243,8 +243,6 @@ OTHER = {"quant_method": "torchao"}
         (lambda: block(mlp=Gated(), other=nn.Linear(4, 4)), {"skip_linear": True, "bias": True}, ValueError, "bias is"),
         (lambda: changed(foreign(), "config", quantization_config=OTHER), {}, ValueError,
          "LlamaForCausalLM is quantised by 'torchao'; supported: no other method"),
-        (lambda: changed(foreign(), "model.layers.1", mlp=flashmhf.MHFFN(128, 2, 16)), {}, ValueError,
-         "model.layers.1.mlp is a MHFFN, which is not recorded; supported: FlashMHF"),
     ],
 )  # fmt: skip
 def test_replace_ffn_refuses_and_leaves_the_model_as_it_was(model, arguments, error, message):

@@ -22,6 +22,8 @@ def save(networks: nn.Module, mesh, folder) -> None:
     model = foreign()
     for layer, network in zip(model.model.layers, networks, strict=True):
         layer.mlp = network
+        for part in network.modules():
+            part.placed = True  # as replace_ffn marks its networks
     try:
         model.save_pretrained(folder / "new")
     finally:

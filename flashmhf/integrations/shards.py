@@ -17,7 +17,7 @@ def served_feed_forward(config, rank: Rank = Rank(), prefix: str = "") -> nn.Mod
     ValueError for heads that the ranks do not divide.
     """
     from ..models.modeling import feed_forward  # not above: transformers is optional
-    from ..models.record import FlashMHFRecord
+    from ..models.record import NETWORKS, FlashMHFFp8Config
 
     if config.ffn_type not in ("flashmhf", "mh_ffn", "pkv"):
         supported = "flashmhf, mh_ffn, pkv; swiglu as the engine's own network"
@@ -25,9 +25,10 @@ def served_feed_forward(config, rank: Rank = Rank(), prefix: str = "") -> nn.Mod
     with torch.device("meta"):
         network = feed_forward(config)
     stored = dict(getattr(config, "quantization_config", None) or {})
-    if stored.get("quant_method") == METHOD:
-        record = FlashMHFRecord.from_dict(stored)  # refuses what this version does not load
-        if record.networks or record.fp8 is not True:
-            raise NotImplementedError("networks of other sizes or partly in FP8; supported: all as configured")
+    packed = stored.get("quant_method") == METHOD
+    # from_dict refuses what this version does not load
+    if getattr(config, NETWORKS, None) or (packed and FlashMHFFp8Config.from_dict(stored).fp8 is not True):
+        raise NotImplementedError("networks of other sizes or partly in FP8; supported: all as configured")
+    if packed:
         network = Fp8FlashMHF(network)
     return shard(network, rank, prefix)

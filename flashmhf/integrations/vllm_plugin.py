@@ -10,7 +10,7 @@ from vllm import ModelRegistry
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from ..models import FlashMHFRecord
+from ..models import FlashMHFFp8Config
 from ..quantize.modules import METHOD
 
 ARCHITECTURE = "FlashMHFForCausalLM"
@@ -33,11 +33,7 @@ class FlashMHFFp8(QuantizationConfig):
                 f"quantization is {METHOD!r}, but the checkpoint has no packed weights; supported: a directory that "
                 "`flashmhf quantize` wrote, which needs no such option"
             )
-        if FlashMHFRecord.from_dict(stored).networks:  # from_dict refuses another layout
-            raise ValueError(
-                "the checkpoint has networks that its class does not build, as after replace_ffn; supported: "
-                "FlashMHFForCausalLM"
-            )
+        FlashMHFFp8Config.from_dict(stored)  # refuses another layout
         super().__init__()
 
     def get_name(self) -> str:

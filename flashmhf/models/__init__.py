@@ -1,7 +1,7 @@
 """The paper's language models (section 4) on transformers: a Llama whose feed-forward network is chosen by name.
 
-Importing this package registers ``FlashMHFConfig`` and its models with transformers' auto classes, and has models of
-transformers with FlashMHF networks saved and loaded as they are. Needs the extra ``flashmhf[lm]``.
+Importing this package registers ``FlashMHFConfig`` and its models with transformers' auto classes, and has models in
+which ``replace_ffn`` and FP8 put networks saved and loaded with them. Needs the extra ``flashmhf[lm]``.
 """
 
 from .. import extras
@@ -11,7 +11,7 @@ extras.require("flashmhf.models", "transformers", "5.17")
 import transformers  # noqa: E402  (the line above says what is missing)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
-from . import modeling, quantization  # noqa: E402, F401  (quantization registers what reads a record)
+from . import building, modeling, quantization  # noqa: E402, F401  (quantization registers its method)
 from .configuration import AUTO_CLASSES, FFN_TYPES, FlashMHFConfig  # noqa: E402
 from .loading import load  # noqa: E402
 from .modeling import (  # noqa: E402
@@ -22,7 +22,7 @@ from .modeling import (  # noqa: E402
     FlashMHFModel,
     FlashMHFPreTrainedModel,
 )
-from .record import FlashMHFFp8Config, FlashMHFRecord  # noqa: E402
+from .record import FlashMHFFp8Config  # noqa: E402
 
 transformers.AutoConfig.register(FlashMHFConfig.model_type, FlashMHFConfig, exist_ok=True)
 for _auto, _model in AUTO_CLASSES.items():
@@ -35,5 +35,5 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FlashMHFConfig.model_type] = FlashMHFForCausal
 __all__ = [
     "FFN_TYPES", "FlashMHFConfig", "FlashMHFFp8Config", "FlashMHFForCausalLM", "FlashMHFForQuestionAnswering",
     "FlashMHFForSequenceClassification", "FlashMHFForTokenClassification", "FlashMHFModel", "FlashMHFPreTrainedModel",
-    "FlashMHFRecord", "load",
+    "load",
 ]  # fmt: skip

@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..checks import weight_dtype
 from ..nn.convert import PREFIXES
-from ..quantize.modules import METHOD
 from . import conversion
 from .modeling import check_complete
 
@@ -27,23 +26,23 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
     there is no model, NotImplementedError for official settings without a counterpart, TypeError for other dtypes.
     """
     weight_dtype(dtype)
+    wrong = f"the configuration in {directory} is not that of a model"
     try:
         file = Path(directory) / "config.json"
-        if file.exists() and json.loads(file.read_text("utf-8")).get("model_type") in PREFIXES:
+        stored = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        if isinstance(stored, dict) and stored.get("model_type") in (*PREFIXES,):
             return conversion.load_official(directory, dtype)
-        config = AutoConfig.from_pretrained(directory)
-        if networks := config.__dict__.pop("flashmhf_networks", None):  # the record of 0.1
-            for settings in networks.values():
-                settings.pop("accumulate_main_grad", None)
-            config.quantization_config = {"quant_method": METHOD, "networks": networks}
+        try:
+            config = AutoConfig.from_pretrained(directory)
+        except (AttributeError, KeyError, TypeError) as error:  # entries of types that transformers does not expect
+            raise ValueError(f"{wrong}: {error}") from error
         model, report = AutoModelForCausalLM.from_pretrained(
             directory, config=config, dtype=dtype or "auto", output_loading_info=True
         )
     except (torch.OutOfMemoryError, NotImplementedError):  # RuntimeErrors both
         raise
     except (StrictDataclassError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        reason = error.__cause__ or error
-        raise ValueError(f"the configuration in {directory} is not that of a model: {reason}") from error
+        raise ValueError(f"{wrong}: {error.__cause__ or error}") from error
     # RuntimeError: tensors of other shapes
     except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"the weights in {directory} do not load: {str(error) or 'a file is empty'}") from error

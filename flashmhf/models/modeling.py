@@ -15,7 +15,8 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ..nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU
-from ..nn.init import Scheme
+from ..nn.init import Projection, Scheme
+from ..nn.multihead import HeadRMSNorm
 from ..nn.network import FixedDtypes, Network
 from .configuration import FlashMHFConfig
 
@@ -76,6 +77,13 @@ class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
     config: FlashMHFConfig
     _no_split_modules = ["FlashMHFDecoderLayer"]
     _can_record_outputs = {"hidden_states": FlashMHFDecoderLayer, "attentions": LlamaAttention}
+
+    def _init_weights(self, module):
+        """Have our networks draw themselves; transformers has torch.nn.init leave loaded tensors alone."""
+        if isinstance(module, (Network, Projection, HeadRMSNorm)):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):

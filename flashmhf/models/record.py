@@ -1,46 +1,42 @@
-"""What a model of transformers is made of beside its class: which networks are FlashMHF, and which of them in FP8.
+"""What this package has put into a model of transformers, beside what the model's class builds.
 
-It is recorded as ``quantization_config``: transformers' one mechanism by which a package changes modules before weights
-are loaded. quantization.py reads it there.
+``replace_ffn`` and FP8 mark what they put (``placed``, :class:`Fp8FlashMHF`). A model's configuration records that, and
+nothing else: replaced networks as ``flashmhf_networks``, those in FP8 as ``quantization_config``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..nn import FlashMHF, SwiGLU
-from ..nn.network import Network
+from ..nn import FlashMHF
 from ..nn.weights import check_held
 from ..quantize import LAYOUT, Fp8FlashMHF
 from ..quantize.modules import METHOD, own_method
 from .configuration import FlashMHFConfig
-from .modeling import FlashMHFDecoderLayer, feed_forward
 
+NETWORKS = "flashmhf_networks"
 _SETTINGS = ("d_model", "num_heads", "num_subnets", "subnet_dim", "router_eps", "backend", "deterministic")
 _TRANSPARENT = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # state dicts leave these names out
 _DEFAULTS = {"skip_linear": False, "activation": "silu"}
-GUARD = "load this model with its quantization_config after `import flashmhf.models` (pip install 'flashmhf[lm]')"
 
 
 @register_quantization_config(METHOD)
-class FlashMHFRecord(QuantizationConfigMixin):
-    """Record the FlashMHF networks of a model, as its ``quantization_config``.
+class FlashMHFFp8Config(QuantizationConfigMixin):
+    """Have ``from_pretrained(directory, quantization_config=FlashMHFFp8Config())`` quantise the FlashMHF networks.
 
-    networks: FlashMHF's arguments by the names of the networks that the model's class does not build. fp8: the names of
-    those in FP8, or whether all are. layout: the version of packed weights. Raises ValueError for another layout or
-    method and for other entries, which a later version may have written.
+    :func:`flashmhf.quantize.quantize_` quantises any model after it is loaded. fp8: True for all networks, or the names
+    of some. layout: the version of packed weights. Raises ValueError for another layout or method and for other
+    entries, which a later version may have written.
     """
 
     def __init__(
-        self, *, networks: dict[str, dict[str, Any]] | None = None, fp8: bool | list[str] = False, layout: int = LAYOUT,
-        quant_method: str = METHOD, **others: Any,
-    ) -> None:  # fmt: skip
+        self, *, fp8: bool | list[str] = True, layout: int = LAYOUT, quant_method: str = METHOD, **others: Any
+    ) -> None:
         if others:
             raise ValueError(f"the record of the networks has {sorted(others)}, which this version does not know")
         if layout != LAYOUT:
@@ -48,72 +44,64 @@ class FlashMHFRecord(QuantizationConfigMixin):
             raise ValueError(f"{found}; supported: {LAYOUT}. Pack them again with this version")
         if quant_method != METHOD:
             raise ValueError(f"quant_method is {quant_method!r}; supported: {METHOD!r}")
-        self.quant_method, self.networks, self.fp8, self.layout = quant_method, networks or {}, fp8, layout
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return an entry, as a dict would: transformers asks so where it is given a loaded model's configuration."""
-        return getattr(self, name, default)
+        if not isinstance(fp8, bool | list):
+            raise ValueError(f"fp8 is {fp8!r}; supported: True, False, or a list of names")
+        self.quant_method, self.fp8, self.layout = quant_method, fp8, layout
 
 
-class FlashMHFFp8Config(FlashMHFRecord):
-    """Have ``from_pretrained(directory, quantization_config=FlashMHFFp8Config())`` quantise every FlashMHF network. For
-    models without a record; :func:`flashmhf.quantize.quantize_` quantises any model after it is loaded.
+def described(model: PreTrainedModel) -> tuple[dict[str, dict[str, Any]], bool | list[str]]:
+    """Return the arguments of the replaced networks by name, and the names of those in FP8 or whether all are.
+
+    Raises ValueError for a network that cannot be recorded, and for FP8 in a model that another method quantises.
     """
-
-    def __init__(self) -> None:
-        super().__init__(fp8=True)
-
-
-def described(model: PreTrainedModel, changes: bool = False) -> FlashMHFRecord | None:
-    """Return the record of the FlashMHF networks that the model's class does not build and of those in FP8, if any.
-
-    Raises ValueError for a network that cannot be recorded, and if another method quantises a model with networks that
-    are recorded, or will be after ``changes``.
-    """
-    config, networks, packed = model.config, {}, []
-    with torch.device("meta"):
-        built = feed_forward(config) if isinstance(config, FlashMHFConfig) else None
-    usual = _compared(settings_of(built)) if isinstance(built, FlashMHF) else None
-    for name, layer in networks_in(model, FlashMHFDecoderLayer).items():
-        if not (networks_in(layer.mlp, Network | Fp8FlashMHF) or isinstance(built, SwiGLU)):
-            raise ValueError(f"{name}.mlp is a {type(layer.mlp).__name__}, which is not recorded; supported: FlashMHF")
-    for name, network in networks_in(model, Network | Fp8FlashMHF).items():
-        if not isinstance(network, FlashMHF | Fp8FlashMHF):
-            if isinstance(network, SwiGLU if built is None else type(built)):
-                continue
-            raise ValueError(f"{name} is a {type(network).__name__}, which is not recorded; supported: FlashMHF")
+    networks, packed, method = {}, [], method_of(model.config)
+    present = networks_in(model, FlashMHF | Fp8FlashMHF)
+    for name, network in present.items():
+        if not (network.placed or isinstance(network, Fp8FlashMHF)):
+            continue
         check_held(name, network, empty=True, offloaded=True)
-        if method := own_method(network):
-            raise ValueError(f"{name} is a {type(network).__name__} with a {method} of its own, which is not recorded")
+        if own := own_method(network):
+            raise ValueError(f"{name} is a {type(network).__name__} with a {own} of its own, which is not recorded")
         if "_orig_mod" in name.split("."):
             raise ValueError(f"{name} is compiled, and no model has this name; supported: compiled by .compile()")
         name = ".".join(part for part in name.split(".") if part not in _TRANSPARENT)
-        if method_of(config) in (None, METHOD):
+        if method in (None, METHOD):
             _check_parts(name, network)
-        settings = settings_of(network)
-        if _compared(settings) != usual:
-            networks[name] = settings
+        if network.placed:
+            networks[name] = settings_of(network)
         if isinstance(network, Fp8FlashMHF):
             packed.append(name)
-    if not (networks or packed or changes):
-        return None
-    if method_of(config) not in (None, METHOD):
-        raise ValueError(f"{type(model).__name__} is quantised by {method_of(config)!r}; supported: no other method")
-    some = len(packed) < len(networks_in(model, FlashMHF | Fp8FlashMHF))
-    return FlashMHFRecord(networks=networks, fp8=packed if packed and some else bool(packed))
+    if packed and method not in (None, METHOD):
+        raise ValueError(f"{type(model).__name__} is quantised by {method!r}; supported: no other method beside FP8")
+    return networks, packed if 0 < len(packed) < len(present) else bool(packed)
 
 
 def record(model: PreTrainedModel) -> None:
-    """Write :func:`described` into the model's configuration, as ``save_pretrained`` does; raises what that raises."""
-    found = described(model)
+    """Write :func:`described` into the model's configuration. Raises what that raises; nothing has then changed."""
+    networks, fp8 = described(model)
     for part in model.modules():  # what is recorded of a part has other names, and may be no longer so
         if isinstance(part, PreTrainedModel):
-            guard(part.config, False)
-            if method_of(part.config) == METHOD:
-                del part.config.quantization_config
-    if found is not None:
-        model.config.quantization_config = found
-        guard(model.config, not isinstance(model.config, FlashMHFConfig))  # whose type is unknown without the import
+            _clear(part.config)
+    config = model.config
+    if networks:
+        setattr(config, NETWORKS, networks)
+    if fp8:
+        config.quantization_config = {"quant_method": METHOD, "fp8": fp8, "layout": LAYOUT}
+    if (networks or fp8) and not isinstance(config, FlashMHFConfig):  # whose model_type needs the import anyway
+        # transformers refuses to load a model with a fusion that is not registered, which would draw SwiGLU networks
+        # here. False: it replaces no class, the networks are put in one by one.
+        config.fusion_config = {**(getattr(config, "fusion_config", None) or {}), METHOD: False}
+
+
+def _clear(config: PreTrainedConfig) -> None:
+    config.__dict__.pop(NETWORKS, None)
+    if method_of(config) == METHOD:
+        del config.quantization_config
+    fusions = getattr(config, "fusion_config", None) or {}
+    if METHOD in fusions:
+        config.fusion_config = {name: options for name, options in fusions.items() if name != METHOD}
+        if not config.fusion_config:
+            del config.fusion_config
 
 
 def settings_of(network: FlashMHF | Fp8FlashMHF) -> dict[str, Any]:
@@ -123,11 +111,6 @@ def settings_of(network: FlashMHF | Fp8FlashMHF) -> dict[str, Any]:
     defaults = {"num_kv_heads": network.num_heads, **_DEFAULTS}
     settings |= {name: value for name, usual in defaults.items() if (value := getattr(network, name)) != usual}
     return settings if network.q_norm is None else settings | {"q_norm": True, "q_norm_eps": network.q_norm.eps}
-
-
-def _compared(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return what decides the function: a back end that was set on a module of our own models is not recorded."""
-    return {name: value for name, value in settings.items() if name not in ("backend", "deterministic")}
 
 
 def _check_parts(name: str, network: FlashMHF | Fp8FlashMHF) -> None:
@@ -158,15 +141,13 @@ def models_in(module: nn.Module) -> list[PreTrainedModel]:
     return [model for model in models if model not in inner]
 
 
+def check_unquantised(model: PreTrainedModel) -> None:
+    """Raise ValueError if another method quantises the model, whose replaced networks it would not know."""
+    if (method := method_of(model.config)) not in (None, METHOD):
+        raise ValueError(f"{type(model).__name__} is quantised by {method!r}; supported: no other method")
+
+
 def method_of(config: PreTrainedConfig) -> str | None:
-    """Return the method that quantises a model of this configuration, "flashmhf" for a record, or None."""
+    """Return the method that quantises a model of this configuration, "flashmhf" for FP8, or None."""
     found = getattr(config, "quantization_config", None)
     return found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
-
-
-def guard(config: PreTrainedConfig, on: bool) -> None:
-    """Put GUARD among a configuration's fusions, or take it away: transformers alone refuses an unknown one."""
-    fusions = config.__dict__.pop("fusion_config", None) or {}
-    others = {name: options for name, options in fusions.items() if name != GUARD}
-    if on or others:
-        config.fusion_config = others | ({GUARD: True} if on else {})

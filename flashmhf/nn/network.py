@@ -12,6 +12,7 @@ from torch.types import Device
 
 from ..checks import weight_dtype
 from .init import OfficialInit, Projection, Scheme
+from .weights import mark_drawn
 
 
 def constant(name: str) -> property:
@@ -57,6 +58,7 @@ class Network(Contiguous):
     """A network that draws its own weights; ``_draw`` of a subclass draws those that no child holds."""
 
     scheme = Scheme()
+    placed = False  # by replace_ffn in a model, whose configuration then records this network
     _drawn_projections: Mapping[str, tuple[str, float]] = {}  # role and fan-in of each projection
 
     def __init__(self, dtype: torch.dtype | None) -> None:
@@ -98,3 +100,12 @@ class Network(Contiguous):
 
     def _draw(self) -> None:
         pass
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Network:
+        empty = self.placed and any(parameter.is_meta for parameter in self.parameters())
+        super()._apply(fn, recurse)
+        if empty and not any(parameter.is_meta for parameter in self.parameters()):
+            # to_empty: the init_weights of the model, which is called next, knows no K, U and V
+            self.reset_parameters()
+            mark_drawn(self)
+        return self

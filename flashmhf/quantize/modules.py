@@ -18,7 +18,7 @@ from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
 
 METHOD = "flashmhf"  # quant_method in the configuration of a transformers model
 _KEPT = ("d_model", "num_heads", "head_dim", "num_kv_heads", "num_subnets", "subnet_dim")
-_KEPT += ("router_eps", "activation", "backend", "deterministic")
+_KEPT += ("router_eps", "activation", "backend", "deterministic", "placed")
 
 
 def own_method(network: nn.Module) -> str | None:

@@ -45,6 +45,7 @@ def test_the_network_of_a_configuration():
         (preset("dense_moe-tiny").config(), NotImplementedError, "'dense_moe'; supported: .*; swiglu as the engine"),
         (tiny(ffn_num_kv_heads=1), ValueError, "num_kv_heads is 1; supported: multiples of the tensor-parallel size 2"),
         (tiny(quantization_config=partly), NotImplementedError, "networks of other sizes or partly in FP8"),
+        (tiny(flashmhf_networks={"model.layers.0.mlp": {}}), NotImplementedError, "networks of other sizes or partly"),
     ):
         with pytest.raises(error, match=message):
             served_feed_forward(config, Rank(0, 2, lambda y: y))
@@ -80,7 +81,5 @@ def test_the_plugin_for_vllm(monkeypatch):
     assert type(method.get_quant_method(torch.nn.Linear(2, 2), "x")).__name__ == plain
     with pytest.raises(ValueError, match="layout of the packed weights is 7"):
         kind.from_config({**stored, "layout": 7})
-    with pytest.raises(ValueError, match="networks that its class does not build"):
-        kind.from_config({**stored, "networks": {"model.layers.0.mlp": {}}})
     with pytest.raises(ValueError, match="the checkpoint has no packed weights"):
         kind()  # vLLM's call for --quantization flashmhf on plain weights

@@ -65,6 +65,14 @@ def configured(directory, *dropped: str, **settings) -> dict:
     return config
 
 
+def written(directory, text: str) -> None:
+    (directory / "config.json").write_text(text)
+
+
+def networks(recorded: object, directory) -> None:
+    configured(directory, flashmhf_networks=recorded)
+
+
 DAMAGED = {  # kind, what is done to its directory, and the error
     "without a weight": ("own", partial(altered, without="0.mlp.router"), "lacks 1 weights of its model: .*router"),
     "one too many": ("replaced", partial(altered, scale=torch.ones(2)), "does not fit .* unexpected .*scale"),
@@ -76,7 +84,19 @@ DAMAGED = {  # kind, what is done to its directory, and the error
     "fewer layers": ("own", partial(configured, num_hidden_layers=1), "does not fit .* unexpected .*layers.1"),
     "no pickle": ("official", lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "not load"),
     "no model's sizes": ("own", partial(configured, ffn_num_heads=5), "configuration in .* ffn_num_heads is 5"),
-    "no JSON": ("own", lambda d: (d / "config.json").write_text("{"), "configuration in .* is not that of a model"),
+    "no FlashMHF": ("replaced", partial(networks, {"model.layers.0.mlp": {"experts": 2}}), "no FlashMHF for .*experts"),
+    "no sizes": ("replaced", partial(networks, {"model.layers.0.mlp": 3}), "has no FlashMHF for model.layers.0.mlp"),
+    "no names": ("replaced", partial(networks, ["model.layers.0.mlp"]), "flashmhf_networks is ..model"),
+    "another type": (
+        "replaced",
+        partial(configured, quantization_config=[]),
+        "configuration in .* not that of a model",
+    ),
+    "a list of types": ("own", partial(configured, model_type=["flashmhf"]), "configuration in .* not that of a model"),
+    "a list": ("own", partial(written, text="[]"), "model_type"),
+    "null": ("own", partial(written, text="null"), "configuration in .* is not that of a model"),
+    "a number": ("own", partial(written, text="3"), "configuration in .* is not that of a model"),
+    "no JSON": ("own", partial(written, text="{"), "configuration in .* is not that of a model"),
     "no weights": ("own", lambda d: (d / "model.safetensors").unlink(), "model.safetensors"),
 }
 
@@ -133,9 +153,6 @@ def test_a_directory_of_an_older_version(saved, tmp_path):
     with pytest.raises(ValueError, match="no tokenizer could be loaded from"):  # which the commands need
         pretrained.load(str(directory), device="cpu")
     directory = shutil.copytree(saved / "replaced", tmp_path / "replaced")
-    networks = configured(directory, "quantization_config", "fusion_config")["quantization_config"]["networks"]
-    older = {name: network | {"accumulate_main_grad": False} for name, network in networks.items()}
-    configured(directory, flashmhf_networks=older)
-    with pytest.raises(ValueError, match="layers.0.mlp.k, and .*; supported: .*, or 0.1's by flashmhf.models.load"):
-        AutoModelForCausalLM.from_pretrained(directory)
+    older = configured(directory, "fusion_config")["flashmhf_networks"]
+    networks({name: {**each, "accumulate_main_grad": False} for name, each in older.items()}, directory)
     assert torch.equal(logits(directory), logits(saved / "replaced"))

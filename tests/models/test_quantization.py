@@ -1,9 +1,8 @@
-"""What a model is made of: recorded by save_pretrained, built by from_pretrained, for replaced networks and for FP8.
+"""What replace_ffn and FP8 put into a model: recorded by save_pretrained, built by from_pretrained, and nothing else.
 Without the import of flashmhf.models transformers refuses such a directory. What is damaged is refused, too."""
 
 import copy
 import json
-import pickle
 import types
 from functools import partial
 
@@ -23,12 +22,13 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 import flashmhf  # noqa: E402
 from flashmhf import quantize  # noqa: E402
-from flashmhf.models import FlashMHFForCausalLM, FlashMHFFp8Config, FlashMHFRecord, load  # noqa: E402
+from flashmhf.models import FlashMHFForCausalLM, FlashMHFFp8Config, load  # noqa: E402
 from flashmhf.models.quantization import FlashMHFQuantizer, quantise  # noqa: E402
 from flashmhf.testing import relative_l2  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.arange(9)[None]
+RECORDS = {"flashmhf_networks", "quantization_config", "fusion_config"}
 
 
 @pytest.fixture(autouse=True)
@@ -101,9 +101,7 @@ CHANGES = {
     # each network has its own sizes, and those that stayed SwiGLU stay
     "by layer": lambda model: flashmhf.replace_ffn(model.model.layers[0], num_heads=1),
     "by list": lambda model: flashmhf.replace_ffn(model.model.layers, num_heads=2),
-    "by hand": lambda model: put(
-        model, flashmhf.FlashMHF(model.config.hidden_size, 2, 3, 48, num_kv_heads=1, activation="relu")
-    ),
+    "shared weights": lambda model: flashmhf.replace_ffn(model, num_kv_heads=1, activation="relu", skip_linear=True),
     "checkpointed": lambda model: (flashmhf.replace_ffn(model), put(model, checkpoint_wrapper(mlp(model)))),
     "one to fp8": lambda model: put(model, quantize.to_fp8(mlp(model))),
     "list to fp8": lambda model: quantize.quantize_(model.model.layers),
@@ -114,9 +112,9 @@ CHANGES = {
 @pytest.mark.parametrize(
     ("make", "change"),
     [(foreign, change) for change in CHANGES if change not in ("one to fp8", "list to fp8")]
-    + [(make, change) for make in (replaced, tiny) for change in ("by hand", "one to fp8", "list to fp8")],
+    + [(make, change) for make in (replaced, tiny) for change in ("one to fp8", "list to fp8")],
 )
-def test_whatever_changed_a_model_is_recorded(make, change, tmp_path):
+def test_what_changed_a_model_is_recorded(make, change, tmp_path):
     model = make()
     CHANGES[change](model)
     again = reloaded(model.eval(), tmp_path)
@@ -152,15 +150,15 @@ def test_a_model_whose_weights_transformers_renames_in_its_files(part, fp8, tmp_
 def test_models_within_another_module(fp8, tmp_path):
     whole = nn.ModuleDict({"actor": foreign(), "critic": foreign("Qwen3").model, "gelu": foreign(hidden_act="gelu")})
     flashmhf.replace_ffn(whole, num_heads=2)
-    assert len(whole["actor"].config.quantization_config.networks) == 2  # before it is saved
+    assert len(whole["actor"].config.flashmhf_networks) == 2  # before it is saved
     if fp8:
         quantize.quantize_(whole)
     for name in whole:
         reloaded(whole[name], tmp_path / name)
-    assert not {"quantization_config", "fusion_config"} & whole["gelu"].config.to_diff_dict().keys()
+    assert not RECORDS & whole["gelu"].config.to_diff_dict().keys()
     whole["actor"].model.layers = foreign().model.layers
     whole["actor"].save_pretrained(tmp_path / "back")
-    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+    assert not RECORDS & json.loads((tmp_path / "back" / "config.json").read_text()).keys()
 
 
 @pytest.mark.parametrize("make", [replaced, partial(tiny, tie_word_embeddings=False)])
@@ -191,39 +189,108 @@ def test_a_configuration_of_fewer_networks_or_layers(tmp_path):
     drawn = (mlp(each).out_proj.weight.std() for each in (model, AutoModelForCausalLM.from_config(model.config)))
     torch.testing.assert_close(*drawn, rtol=0.05, atol=0)  # a part for each of eight layers
     config = AutoConfig.from_pretrained(tmp_path)
-    del config.quantization_config
+    del config.flashmhf_networks
     reloaded(AutoModelForCausalLM.from_config(config).eval(), tmp_path / "swiglu")
     replaced().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no model.layers.1.mlp, which its configuration records"):
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path, num_hidden_layers=1))
 
 
-def test_weights_without_their_record_are_refused(tmp_path):
-    """transformers would draw other networks in their place, and only warn: for a directory, a name of the hub, an
-    adapter's base and a state dict."""
-    model, bare, own = replaced(), foreign().config, tiny()
-    ours = copy.deepcopy(own.config)
-    quantize.quantize_(own)
-    hub = tmp_path / "models--me--mine"
-    (hub / "refs").mkdir(parents=True)
-    (hub / "refs" / "main").write_text("0" * 40)
-    for saved, name in ((bare, "bare"), (model, "whole"), (model, hub / "snapshots" / ("0" * 40)),
-                        (model.model, "inner"), (own, "fp8"), (tiny("mh_ffn"), "other")):  # fmt: skip
-        saved.save_pretrained(tmp_path / name)
-    llama = transformers.LlamaForCausalLM
-    for given, where, settings in (
-        (AutoModelForCausalLM, tmp_path / "whole", {"config": bare}),
-        (llama, tmp_path / "whole", {"config": tmp_path / "bare"}),
-        (AutoModelForCausalLM, "me/mine", {"config": bare, "cache_dir": tmp_path}),
-        (transformers.AutoModel, tmp_path / "whole", {"config": bare}),
-        (llama, tmp_path / "inner", {"config": bare}),
-        (llama, None, {"config": bare, "state_dict": model.state_dict()}),
-        (AutoModelForCausalLM, tmp_path / "fp8", {"config": ours}),
-        (AutoModelForCausalLM, tmp_path / "other", {"ffn_type": "swiglu", "ffn_num_heads": None}),
-    ):
-        with pytest.raises(ValueError, match=r"has (model\.)?layers.0.mlp.k8?, and .* no network that takes it"):
-            given.from_pretrained(where, **settings)
-    same_bits(llama.from_pretrained("me/mine", config=str(tmp_path / "whole"), cache_dir=tmp_path), model)
+def test_weights_without_their_record_are_reported(tmp_path):
+    """By transformers, which draws the networks of the configuration that it is given."""
+    replaced().save_pretrained(tmp_path)
+    again, report = AutoModelForCausalLM.from_pretrained(tmp_path, config=foreign().config, output_loading_info=True)
+    assert not isinstance(mlp(again), flashmhf.FlashMHF)
+    assert "model.layers.1.mlp.up_proj.weight" in report["missing_keys"]
+    assert "model.layers.1.mlp.k" in report["unexpected_keys"]
+
+
+def test_what_the_checkpoint_lacks_is_drawn_and_reported(tmp_path):
+    """As in our own models, also where its sizes differ; what it has stays."""
+    model = replaced(q_norm=True)
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["model.layers.1.mlp.k"], state["model.layers.0.mlp.in_proj.weight"], state["lm_head.weight"]
+    state["model.layers.1.mlp.router"] = torch.zeros(3)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    for _ in range(20):  # memory that a process has used before
+        torch.full_like(mlp(model).k, 1e30)
+    settings = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    again, report = AutoModelForCausalLM.from_pretrained(tmp_path, **settings)
+    lacking = {"model.layers.1.mlp.k", "model.layers.0.mlp.in_proj.weight", "lm_head.weight"}
+    assert report["missing_keys"] == lacking and [each[0] for each in report["mismatched_keys"]] == [
+        "model.layers.1.mlp.router"
+    ]
+    for name, value in model.state_dict().items():
+        found = again.state_dict()[name]
+        if name in {*lacking, "model.layers.1.mlp.router"}:
+            torch.testing.assert_close(found.std(), value.std(), rtol=0.3, atol=0, msg=name)
+        else:
+            assert torch.equal(found, value), name
+
+
+class OwnConfig(transformers.PreTrainedConfig):
+    model_type = "own"
+
+    def __init__(self, subnets: int = 3, **settings):
+        super().__init__(**settings)
+        self.subnets = subnets
+
+
+class Own(transformers.PreTrainedModel):
+    """A user's class that builds its networks itself."""
+
+    config_class = OwnConfig
+
+    def __init__(self, config: OwnConfig):
+        super().__init__(config)
+        self.ffn = flashmhf.FlashMHF(32, 2, config.subnets, 16)
+        self.others = nn.ModuleList((flashmhf.MHFFN(32, 2, 16), flashmhf.ParametricKV(32, 2, 8)))
+        self.moe, self.swiglu = flashmhf.DenseMoE(32, 2, 16), flashmhf.SwiGLU(32, 64)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        pass
+
+
+@pytest.mark.parametrize("how", ["a class of its own", "a part of it", "by hand", "in our class"])
+def test_what_was_put_there_otherwise_is_not_recorded(how, tmp_path):
+    if how in ("by hand", "in our class"):
+        model = foreign() if how == "by hand" else tiny()
+        put(model, flashmhf.FlashMHF(model.config.hidden_size, 2, 3, 48))
+    else:
+        model = Own(OwnConfig())
+        if how == "a part of it":
+            model.ffn = nn.Sequential(Own(OwnConfig()), torch.compile(nn.Linear(2, 2), backend="eager"))
+    before = model.config.to_dict()
+    model.save_pretrained(tmp_path)
+    assert not RECORDS & json.loads((tmp_path / "config.json").read_text()).keys()
+    changed = {name for name, value in model.config.to_dict().items() if value != before.get(name)}
+    assert changed <= {"architectures", "dtype", "auto_map"}
+    if how == "a class of its own":
+        same_bits(Own.from_pretrained(tmp_path), model)
+        config = OwnConfig.from_pretrained(tmp_path)
+        model.config.subnets = config.subnets = 6
+        for given in (config, OwnConfig.from_pretrained(tmp_path, subnets=6), model.config):
+            assert Own(given).ffn.num_subnets == 6
+        model.config.subnets = 3
+        quantize.quantize_(model)
+        model.save_pretrained(tmp_path / "fp8")
+        same_bits(Own.from_pretrained(tmp_path / "fp8"), model)
+        assert Own(OwnConfig.from_pretrained(tmp_path / "fp8", subnets=6)).ffn.num_subnets == 6
+
+
+def test_checkpoints_of_other_models_load_as_without_the_import(tmp_path):
+    """With keys that end as ours."""
+    sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    model = transformers.BertModel(transformers.BertConfig(**sizes)).eval()
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    strays = {f"encoder.layer.0.attention.{key}" for key in ("k", "u", "v", "router", "k8", "layout")}
+    save_file(state | {name: torch.zeros(3) for name in strays}, tmp_path / "model.safetensors", {"format": "pt"})
+    again, report = transformers.BertModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert report["unexpected_keys"] == strays and not report["missing_keys"]
+    same_bits(again, model)
 
 
 REFUSED = """
@@ -232,7 +299,7 @@ for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, t
     try:
         kind.from_pretrained(sys.argv[1])
     except ValueError as error:
-        assert "load this model with its quantization_config after `import flashmhf.models`" in str(error), error
+        assert "Unknown fusion type: flashmhf" in str(error), error
     else:
         raise SystemExit(f"{kind.__name__} loads it")
 """
@@ -244,27 +311,29 @@ def test_transformers_by_itself_refuses(tmp_path):
     run_python("-c", REFUSED, tmp_path)
 
 
-@pytest.mark.parametrize("pickled", [False, True])
-def test_init_weights_draws_all_of_the_replaced_networks(pickled):
-    """On the meta device and then on the CPU, where memory holds anything: as replace_ffn draws, each time again."""
-    settings = dict(q_norm=True, num_subnets=2, subnet_dim=48)
-    expected = replaced(**settings)
+@pytest.mark.parametrize("part", [None, "layers"])
+def test_init_weights_draws_all_of_the_replaced_networks(part):
+    """On the meta device and then on the CPU, where memory holds anything: as replace_ffn draws."""
+    settings = dict(q_norm=True, num_heads=2, num_subnets=2, subnet_dim=48)
+    expected = foreign()
+    flashmhf.replace_ffn(expected, **settings)
     with torch.device("meta"):
-        model = replaced(**settings)
-    model.to_empty(device="cpu")
-    model = pickle.loads(pickle.dumps(model)) if pickled else model
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, float("nan"))
-    for _ in range(2):
-        model.init_weights()
-        for (name, value), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(value.std(), other.std(), rtol=0.2, atol=1e-9, msg=name)
-        for part in model.modules():
-            for marked in (part, *part.parameters()):
-                marked.__dict__.pop("_is_hf_initialized", None)
+        model = foreign()
+        flashmhf.replace_ffn(model if part is None else model.model.layers, **settings)
+    torch.use_deterministic_algorithms(True)  # empty memory is then filled with NaN
+    try:
+        model.to_empty(device="cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    model.init_weights()
+    for (name, value), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(value.std(), other.std(), rtol=0.2, atol=1e-9, msg=name)
 
 
-HALVED = type("Halved", (flashmhf.FlashMHF,), {"_mix": lambda self, q: flashmhf.FlashMHF._mix(self, q) / 2})
+def quantised_by_torchao(model: nn.Module) -> None:
+    model.config.quantization_config = {"quant_method": "torchao"}
+
+
 UNRECORDED = {  # what is done to a model, and the error
     "pruned": (lambda model: prune.l1_unstructured(mlp(model), "v", 0.5),
      "model.layers.1.mlp has parametrised weights; .*prune.remove"),
@@ -274,20 +343,16 @@ UNRECORDED = {  # what is done to a model, and the error
      "model.layers.1.mlp has out_proj.bias, which is not recorded"),
     "compiled": (lambda model: put(model, torch.compile(mlp(model), backend="eager")),
      "model.layers.1.mlp._orig_mod is compiled.*supported: compiled by .compile()"),
-    "of another kind in our class": (lambda model: put(model, nn.Identity()),
-     "model.layers.1.mlp is a Identity, which is not recorded; supported: FlashMHF"),
-    "a subclass": (lambda model: put(model, HALVED(128, 2, 3, 16)),
-     "model.layers.1.mlp is a Halved with a _mix of its own, which is not recorded"),
-    "another kind": (lambda model: put(model, flashmhf.MHFFN(128, 2, 16)),
-     "model.layers.1.mlp is a MHFFN, which is not recorded; supported: FlashMHF"),
-    "quantised otherwise": (lambda model: setattr(model.config, "quantization_config", {"quant_method": "torchao"}),
-     "LlamaForCausalLM is quantised by 'torchao'"),
+    "a method of its own": (lambda model: setattr(mlp(model), "_mix", lambda q: q / 2),
+     "model.layers.1.mlp is a FlashMHF with a _mix of its own, which is not recorded"),
+    "quantised otherwise": (lambda model: (quantize.quantize_(model), quantised_by_torchao(model)),
+     "LlamaForCausalLM is quantised by 'torchao'; supported: no other method beside FP8"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", UNRECORDED)
 def test_what_cannot_be_recorded_is_not_saved(what, tmp_path):
-    model, (change, message) = (tiny if "our class" in what else replaced)(), UNRECORDED[what]
+    model, (change, message) = replaced(), UNRECORDED[what]
     change(model)
     with pytest.raises(ValueError, match=message):
         model.save_pretrained(tmp_path / "new")
@@ -372,10 +437,14 @@ def test_quantised_while_loading_stored_and_restored(settings, tmp_path):
     quantise(expected)  # it is already
     same_bits(loaded, expected)
     assert not any(p.requires_grad for p in loaded.parameters())
+    some = FlashMHFFp8Config(fp8=["model.layers.1.mlp"])
+    partly = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=some)
+    same_bits(mlp(reloaded(partly, tmp_path / "partly")), mlp(expected))
+    assert isinstance(partly.model.layers[0].mlp, flashmhf.FlashMHF)
     for saved in (loaded, expected):  # from_pretrained and quantize_ store the same
         again = reloaded(saved, tmp_path / "packed")
         config = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
-        assert config == {"quant_method": "flashmhf", "fp8": True, "networks": {}, "layout": quantize.LAYOUT}
+        assert config == {"quant_method": "flashmhf", "fp8": True, "layout": quantize.LAYOUT}
         tied = again.lm_head.weight.data_ptr() == again.model.embed_tokens.weight.data_ptr()
         assert tied == model.config.tie_word_embeddings
     with pytest.raises(ValueError, match="You cannot perform fine-tuning on purely quantized models"):
@@ -409,7 +478,7 @@ K8, SCALES, LAYOUT = (f"model.layers.1.mlp.{name}" for name in ("k8", "scales", 
     (lambda state: state.update({SCALES: state[SCALES][:2].clone()}), "mismatch"),
     ({"layout": 2}, "layout of the packed weights is 2; supported: 1"),  # of the configuration
     ({"experts": 3}, r"has \['experts'\], which this version does not know"),
-    ({"networks": {"model.layers.7.mlp": {}}}, "FlashMHFForCausalLM has no model.layers.7.mlp"),
+    ({"fp8": "some"}, "fp8 is 'some'; supported: True, False, or a list of names"),
     ({"fp8": ["model.layers.7.mlp"]}, "FlashMHFForCausalLM has no model.layers.7.mlp"),
 ])  # fmt: skip
 def test_damaged_checkpoints(stored, tmp_path, change, message):
@@ -426,18 +495,15 @@ def test_refusals(stored, tmp_path):
     tiny("swiglu").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="holds no FlashMHF"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FlashMHFFp8Config())
-    replaced().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="quantized with FlashMHFRecord but you are passing a FlashMHFFp8Config"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FlashMHFFp8Config())
-    for given in (FlashMHFRecord(), FlashMHFRecord(fp8=["model.layers.0.mlp"]), replaced().config.quantization_config):
-        with pytest.raises(ValueError, match="the checkpoint's configuration has none; supported: FlashMHFFp8Config()"):
-            AutoModelForCausalLM.from_pretrained(stored / "plain", quantization_config=given)
+    for names, message in ((["model.layers.7.mlp"], "has no model.layers.7.mlp"), ([], "holds no FlashMHF")):
+        with pytest.raises(ValueError, match=message):
+            AutoModelForCausalLM.from_pretrained(stored / "plain", quantization_config=FlashMHFFp8Config(fp8=names))
     with pytest.raises(ValueError, match="quant_method is 'fp8'; supported: 'flashmhf'"):
-        FlashMHFRecord(quant_method="fp8")
+        FlashMHFFp8Config(quant_method="fp8")
     parts = "model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"
     offloaded = {"device_map": dict.fromkeys(parts, "cpu") | {"model.layers.1": "disk"}, "offload_folder": tmp_path}
     with pytest.raises(ValueError, match="model.layers.1.mlp is offloaded"):
         AutoModelForCausalLM.from_pretrained(stored / "plain", quantization_config=FlashMHFFp8Config(), **offloaded)
     shared = types.SimpleNamespace(config=types.SimpleNamespace(distributed_config=object()))
     with pytest.raises(NotImplementedError, match="several processes"):
-        FlashMHFQuantizer(FlashMHFRecord(fp8=True))._process_model_before_weight_loading(shared)
+        FlashMHFQuantizer(FlashMHFFp8Config())._process_model_before_weight_loading(shared)
