@@ -73,25 +73,19 @@ SMOKE_SHAPE = {"d_model": 64, "heads": 4, "subnets": 2, "subnet_dim": 16, "token
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--ranks", type=int, default=torch.cuda.device_count(), help="processes (all GPUs of this host)"
-    )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument(
-        "--out", type=Path, metavar="PREFIX",
-        help="write PREFIX_DEVICE.json, with the number of ranks before the device",
-    )  # fmt: skip
-    parser.add_argument("--smoke", action="store_true", help="CPU and gloo, tiny")
-    parser.add_argument("--steps", type=int, default=12, help="of train, without the first ones that do not count (12)")
-    parser.add_argument("--length", type=int, help="tokens of a sequence of train (4096)")
-    parser.add_argument("--micro-batch", type=int, default=4, help="of train (4)")
-    parser.add_argument("--scale", default="1.3b", help="of train: a preset's, or 7b (1.3b)")
-    parser.add_argument(
-        "--subjects", nargs="+", default=FFNS, help='of train; also such as "flashmhf 21 layers", "swiglu:networks"'
-    )
-    parser.add_argument("--fused-loss", action="store_true", help="of train: a loss that never holds all logits")
-    parser.add_argument("--layouts", nargs="+", metavar="NAME", help='of train, such as "fsdp2 4" (all)')
-    parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="no part goes on after it")
+    add = parser.add_argument
+    add("--ranks", type=int, default=torch.cuda.device_count(), help="processes (all GPUs of this host)")
+    add("--parts", nargs="+", choices=PARTS, default=PARTS)
+    add("--out", type=Path, metavar="PREFIX", help="write PREFIX_xRANKS_DEVICE.json")
+    add("--smoke", action="store_true", help="CPU and gloo, tiny")
+    add("--steps", type=int, default=12, help="of train, without the first ones that do not count (12)")
+    add("--length", type=int, help="tokens of a sequence of train (4096)")
+    add("--micro-batch", type=int, default=4, help="of train (4)")
+    add("--scale", default="1.3b", help="of train: a preset's, or 7b (1.3b)")
+    add("--subjects", nargs="+", default=FFNS, help="of train, as --ways of benchmarks.run")
+    add("--fused-loss", action="store_true", help="of train: a loss that never holds all logits")
+    add("--layouts", nargs="+", metavar="NAME", help='of train, such as "fsdp2 4" (all)')
+    add("--limit", type=float, default=600.0, metavar="SECONDS", help="no part goes on after it")
     options = parser.parse_args(arguments)
     options.length = options.length or (32 if options.smoke else 4096)
     if options.ranks < 2:

@@ -55,31 +55,22 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, object]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="benchmarks.run"
     )
-    parser.add_argument("--suite", choices=SUITES, required=True)
-    parser.add_argument(
-        "--out", type=pathlib.Path, metavar="PREFIX", help="write PREFIX_DEVICE.json and PREFIX_DEVICE.md"
-    )
-    parser.add_argument("--base", metavar="FOLDER_OR_COMMIT", help="another build to measure in turn with this one")
-    parser.add_argument("--turns", type=int, default=2, help="with --base: how often each cell is measured (2)")
-    parser.add_argument(
-        "--apart",
-        type=float,
-        metavar="SECONDS",
-        help="measure each cell in a process of its own, which ends after them",
-    )
-    parser.add_argument("--memory", type=float, metavar="GIB", help="use no more of a GPU")
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument(
-        "--budget", type=float, metavar="SECONDS", default=float("inf"),
-        help="start no measurement after so many seconds",
-    )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=5, help="windows of each subject (5)")
-    parser.add_argument("--window", type=float, default=0.04, metavar="SECONDS", help="length of a window (0.04)")
+    add = parser.add_argument
+    add("--suite", choices=SUITES, required=True)
+    add("--out", type=pathlib.Path, metavar="PREFIX", help="write PREFIX_DEVICE.json and PREFIX_DEVICE.md")
+    add("--base", metavar="FOLDER_OR_COMMIT", help="another build to measure in turn with this one")
+    add("--turns", type=int, default=2, help="with --base: how often each cell is measured (2)")
+    add("--apart", type=float, metavar="SECONDS", help="each cell in a process of its own, ended after them")
+    add("--memory", type=float, metavar="GIB", help="use no more of a GPU")
+    add("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--budget", type=float, metavar="SECONDS", default=float("inf"), help="begin nothing after them")
+    add("--rounds", type=int, default=5, help="windows of each subject (5)")
+    add("--window", type=float, default=0.04, metavar="SECONDS", help="length of a window (0.04)")
     suite = None
     if known.suite:
         name, parts = SUITES[known.suite]
-        parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+        add("--parts", nargs="+", choices=parts, default=parts)
         suite = importlib.import_module(f".suites.{name}", __package__)
         suite.add_options(parser)
     options = parser.parse_args(arguments)

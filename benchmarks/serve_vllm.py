@@ -17,16 +17,20 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
-MODELS = {  # name: preset, its sizes, vLLM's quantization or the record in the configuration
-    "llama-24": ("swiglu-1.3b", {}, None),
-    "flashmhf-20": ("flashmhf-1.3b", {}, None),
-    "flashmhf-21": ("flashmhf-1.3b", dict(num_hidden_layers=21, ffn_num_subnets=14, intermediate_size=14 * 384), None),
-    "llama-24-fp8": ("swiglu-1.3b", {}, "fp8"),
-    "flashmhf-20-fp8": ("flashmhf-1.3b", {}, "stored"),
+MODELS = {  # name: network, scale, vLLM's quantization or the record in the configuration
+    "llama-24": ("swiglu", "1.3b", None),
+    "flashmhf-20": ("flashmhf", "1.3b", None),
+    "flashmhf-21": ("flashmhf 21 layers", "1.3b", None),
+    "llama-24-fp8": ("swiglu", "1.3b", "fp8"),
+    "flashmhf-20-fp8": ("flashmhf", "1.3b", "stored"),
+    "llama-32": ("swiglu", "7b", None),
+    "flashmhf-27": ("flashmhf", "7b", None),
+    "llama-32-fp8": ("swiglu", "7b", "fp8"),
+    "flashmhf-27-fp8": ("flashmhf", "7b", "stored"),
 }
 STEERING = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING")  # the engine's host; others may be secrets
 DECODE, PREFILL, PROMPT, LONG = (1, 8, 32, 128, 256), (1, 8), 512, 4096
@@ -36,12 +40,11 @@ def write_config(name: str, directory: Path) -> None:
     """Write config.json alone: the engine draws the weights."""
     from transformers import LlamaConfig
 
+    from benchmarks.harness.training import configuration
     from flashmhf.models import FlashMHFFp8Config
-    from flashmhf.models.presets import preset
 
-    model, sizes, quantization = MODELS[name]
-    config = preset(model).config(**sizes, max_position_embeddings=2 * LONG, dtype="bfloat16")
-    stored = config.to_dict()
+    network, scale, quantization = MODELS[name]
+    stored = configuration(network, scale, max_position_embeddings=2 * LONG, dtype="bfloat16").to_dict()
     if name.startswith("llama"):
         shared = LlamaConfig().to_dict().keys() - {"model_type", "transformers_version"}
         stored = LlamaConfig(**{key: stored[key] for key in shared & stored.keys()}).to_dict()
@@ -148,7 +151,7 @@ def write(options: argparse.Namespace, results: dict[str, dict]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS)[:5], help="those of 1.3B")
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one", choices=MODELS, help=argparse.SUPPRESS)
@@ -163,25 +166,21 @@ def main() -> int:
             return 0
         import torch
 
-        waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
         results: dict[str, dict] = {}
-        for model in options.models:
-            waiting.put(model)
+        gpus: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for gpu in range(torch.cuda.device_count()):
+            gpus.put(gpu)
 
-        def serve(gpu: int) -> None:
-            with suppress(queue.Empty):
-                while True:
-                    model = waiting.get_nowait()
-                    results[model] = alone(model, gpu, folder, options)
-                    with lock:
-                        write(options, results)
+        def serve(model: str) -> None:
+            gpu = gpus.get()
+            results[model] = alone(model, gpu, folder, options)
+            gpus.put(gpu)
+            with lock:
+                write(options, results)
 
         lock = threading.Lock()
-        threads = [threading.Thread(target=serve, args=(gpu,)) for gpu in range(torch.cuda.device_count())]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(gpus.qsize()) as pool:
+            list(pool.map(serve, options.models))
     failed = [result for result in results.values() if "error" in result]
     for result in failed:
         print(result["model"], result["error"], file=sys.stderr)

@@ -142,16 +142,11 @@ def layer_cell(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=LENGTHS, metavar="L", help="tokens of a sequence; of decode, tokens"
-    )
-    parser.add_argument(
-        "--subjects", nargs="+", choices=SUBJECTS, metavar="NAME", help=f"only these of {', '.join(SUBJECTS)}"
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="paper", help="(paper)")
-    parser.add_argument(
-        "--official", type=pathlib.Path, metavar="PATH", help="checkout of the official code to measure as well"
-    )
+    add = parser.add_argument
+    add("--lengths", type=int, nargs="+", default=LENGTHS, metavar="L", help="tokens of a sequence; of decode, tokens")
+    add("--subjects", nargs="+", choices=SUBJECTS, metavar="NAME", help=f"only these of {', '.join(SUBJECTS)}")
+    add("--shape", choices=SHAPES, default="paper", help="(paper)")
+    add("--official", type=pathlib.Path, metavar="PATH", help="checkout of the official code to measure as well")
 
 
 def cells(options: argparse.Namespace, context: Context) -> list[Cell]:

@@ -200,27 +200,18 @@ class TrainCell:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--scales", nargs="+", default=("128m", "370m", "1.3b"), metavar="NAME", help="of the presets; 26m, 57m, 58m"
-    )
-    parser.add_argument("--layers", type=int, nargs="+", default=(), metavar="N", help="also FlashMHF of other depths")
-    parser.add_argument("--batches", type=int, nargs="+", metavar="N")
-    parser.add_argument(
-        "--contexts", type=int, nargs="+", metavar="N", help="tokens of a prompt or of a training sequence"
-    )
-    parser.add_argument("--fp8", action="store_true", help="generate, model: also with feed-forward networks in FP8")
-    parser.add_argument("--caches", nargs="+", choices=CACHES, default=CACHES, help="generate: both")
-    parser.add_argument(
-        "--blocks", nargs="+", choices=("eager", "compiled"), default=("eager", "compiled"),
-        help="train and model: both",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ways", nargs="+", metavar="NETWORK[:blocks|:networks]",
-        help='train: in this order; "swiglu:networks" is SwiGLU whose feed-forward networks alone are checkpointed',
-    )  # fmt: skip
-    parser.add_argument("--fused-loss", action="store_true", help="train: a loss that never holds all logits")
-    parser.add_argument("--new", type=int, default=NEW, help=f"generate: tokens ({NEW})")
-    parser.add_argument("--steps", type=int, default=10, help="train: steps that count (10)")
+    add = parser.add_argument
+    add("--scales", nargs="+", default=("128m", "370m", "1.3b"), metavar="NAME", help="presets'; 7b, 26m, 57m, 58m")
+    add("--layers", type=int, nargs="+", default=(), metavar="N", help="also FlashMHF of other depths")
+    add("--batches", type=int, nargs="+", metavar="N")
+    add("--contexts", type=int, nargs="+", metavar="N", help="tokens of a prompt or of a sequence")
+    add("--fp8", action="store_true", help="generate, model: also with feed-forward networks in FP8")
+    add("--caches", nargs="+", choices=CACHES, default=CACHES, help="generate: both")
+    add("--blocks", nargs="+", choices=(ways := ("eager", "compiled")), default=ways, help="train and model: both")
+    add("--ways", nargs="+", metavar="NETWORK[:blocks|:networks]", help="train: what is checkpointed behind the colon")
+    add("--fused-loss", action="store_true", help="train: a loss that never holds all logits")
+    add("--new", type=int, default=NEW, help=f"generate: tokens ({NEW})")
+    add("--steps", type=int, default=10, help="train: steps that count (10)")
 
 
 def cells(options: argparse.Namespace, context: Context) -> list:
