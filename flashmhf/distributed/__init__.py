@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from .. import torch_private
 
@@ -21,14 +18,11 @@ __all__ = ["HeadParallel", "Rank", "parallelize", "plan", "shard", "shard_placem
 
 
 @functools.cache
-def _register_rules() -> None:
-    try:
-        from . import sharding  # noqa: F401  (registers them)
-    except ImportError as error:  # private interfaces of DTensor have moved; all else works
-        warnings.warn(f"flashmhf has no sharding rules for DTensor of torch {torch.__version__}: {error}", stacklevel=2)
+def register_rules() -> None:
+    torch_private.register("sharding rules", lambda: importlib.import_module(f"{__name__}.sharding"))
 
 
-torch_private.answer("sharding rules", "torch.distributed.tensor", "DTensor", _register_rules)
+torch_private.answer("sharding rules", "torch.distributed.tensor", "DTensor", register_rules)
 
 
 def __getattr__(name: str) -> Any:

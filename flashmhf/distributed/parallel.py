@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -18,8 +21,9 @@ from ..nn import MHFFN, DenseMoE, FlashMHF, SwiGLU
 from ..nn.multihead import MultiHead
 from ..nn.weights import check_held, check_whole
 from ..quantize import Fp8FlashMHF
-from . import sharding  # noqa: F401  (its import registers the rules)
+from . import register_rules
 
+register_rules()
 _DIVIDED = (FlashMHF, MHFFN, SwiGLU)
 _NOT_REPLICATED = (nn.MultiheadAttention, nn.RNNBase, nn.modules.batchnorm._BatchNorm)
 
@@ -109,19 +113,24 @@ def wrap_forward(
     module: nn.Module, mesh: DeviceMesh, inputs: Placement, within: Placement, outputs: Placement,
     use_local_output: bool,
 ) -> None:  # fmt: skip
-    """Have ``module`` take its first argument placed as ``inputs``, compute as ``within``, return ``outputs``."""
+    """Have ``module`` take tensors placed as ``inputs``, compute as ``within``, return ``outputs``."""
+
+    def place(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, [inputs], run_check=False)
+        return x.redistribute(mesh, [within])
 
     def before(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        name = None if args else next(iter(keywords), None)  # mlp(x=h)
-        if not args and name is None:
-            return args, keywords  # the module says what is missing
-        x = args[0] if args else keywords[name]
-        if isinstance(x, Tensor) and not isinstance(x, DTensor):
-            x = DTensor.from_local(x, mesh, [inputs], run_check=False)
-        x = x.redistribute(mesh, [within])
-        return ((x, *args[1:]), keywords) if args else (args, keywords | {name: x})
+        return tuple(map(place, args)), {name: place(x) for name, x in keywords.items()}
 
-    def after(_: nn.Module, args: tuple[Any, ...], out: DTensor) -> Tensor:
+    def after(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        if isinstance(out, tuple | list):
+            parts = [after(module, args, part) for part in out]
+            return type(out)(*parts) if hasattr(out, "_fields") else type(out)(parts)
+        if not isinstance(out, DTensor):
+            return out
         plain_sum = type(out.placements[0]) is Partial and outputs.is_replicate()  # not the embedding's masked sum
         copied = torch.compiler.is_compiling() or torch.is_grad_enabled()
         if plain_sum and not copied and not any(part._forward_hooks for part in module.children()):
@@ -216,7 +225,8 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     Then apply activation checkpointing, ``torch.compile``, and ``fully_shard`` with :func:`shard_placement`. Raises
     ValueError for a mesh that does not fit, a model without such a network, one parameter in two placements, and
-    weights that are sharded, offloaded, parametrised or held by an adapter; NotImplementedError for quantised weights.
+    weights that are sharded, offloaded, parametrised, held by an adapter or read by the forward of another module;
+    NotImplementedError for quantised weights.
     """
     checks.instance("module", module, nn.Module, "a torch.nn.Module")
     checks.instance("mesh", mesh, DeviceMesh, "a torch.distributed.DeviceMesh")
@@ -225,10 +235,12 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if isinstance(module, (FlashMHF, MHFFN)):
         return parallelize_module(module, mesh, HeadParallel())
     _check_weights(module)
+    styles = plan(module, mesh.size())
+    _check_functions(module)
     names: dict[int, list[str]] = {}  # by ids, so that a whole parameter is freed once it is sharded
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    parallelize_module(module, mesh, plan(module, mesh.size()))
+    parallelize_module(module, mesh, styles)
     for first, *others in names.values():
         parameter = module.get_parameter(first)
         for name in others:  # distributed each by itself, such as embedding and head: one parameter again
@@ -239,6 +251,44 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
             owner, _, attribute = name.rpartition(".")
             module.get_submodule(owner).register_parameter(attribute, parameter)
     return module
+
+
+def _check_functions(model: nn.Module) -> None:
+    """Refuse a forward that reads a parameter of another module: it becomes a DTensor, which functions do not take
+    beside plain tensors.
+    """
+    for name, module in model.named_modules():
+        known = type(module).__module__.startswith(("torch.nn.", "flashmhf."))
+        for path in () if known or isinstance(module, MultiHead) else sorted(_read_by_forward(type(module))):
+            part, _, key = path.rpartition(".")
+            try:
+                is_read = part and key in module.get_submodule(part)._parameters
+            except AttributeError:  # no module
+                continue
+            if is_read:
+                found = f"{_path(name, path)} is read by the forward of {type(module).__name__}"
+                raise ValueError(f"{found}; supported: parameters that the forward of their own module reads")
+
+
+def _read_by_forward(kind: type[nn.Module]) -> set[str]:
+    """Return what the forward of a class reads, or a method that it calls: "norm.weight", or "norm.weight.dtype"."""
+    classes = [each for each in kind.__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
+    pending: list[Any] = [kind.forward]
+    seen, found = set(), set()
+    while pending:
+        code = inspect.unwrap(each).__code__ if inspect.isfunction(each := pending.pop()) else each
+        if not isinstance(code, CodeType) or code in seen:
+            continue
+        seen.add(code)
+        pending += [*code.co_consts, *(vars(each).get(name) for each in classes for name in code.co_names)]
+        path: list[str] = []
+        for step in dis.get_instructions(code):
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                path.append(step.argval)
+            else:
+                found.add(".".join(path))
+                path = []
+    return found
 
 
 def shard_placement(size: int) -> Callable[[nn.Parameter], Shard | None]:

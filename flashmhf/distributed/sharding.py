@@ -34,6 +34,10 @@ try:
 except ImportError:
     from torch.distributed.tensor._ops.utils import register_op_strategy
 
+_DISPATCHER = DTensor._op_dispatcher
+# What a call below needs: a name that has gone fails now, and costs the rules alone
+_DISPATCHER.unwrap_to_op_info, _DISPATCHER.sharding_propagator.propagate, OpSchema._recompute_comparison_key  # noqa: B018
+_DISPATCHER.redistribute_local_args, _DISPATCHER.wrap  # noqa: B018
 _WEIGHTS = ("k", "u", "v", "w")  # the dimension H comes first; all other operands are [..., H, d]
 
 
@@ -98,22 +102,21 @@ def _dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     ``needs`` is a tuple in its key: torch before 2.13 cannot hash a list there. The operands' dtypes are those of their
     shards: FSDP2's mixed precision hands out 16-bit shards of weights whose specification says float32.
     """
-    dispatcher = DTensor._op_dispatcher
-    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    info = _DISPATCHER.unwrap_to_op_info(op, args, kwargs)
     if "needs" in kwargs:
         info.schema.kwargs_schema["needs"] = tuple(kwargs["needs"])
     specs = zip(info.schema.args_schema, info.local_args, strict=True)
     info.schema.args_schema = tuple(_with_dtype_of(local, spec) for spec, local in specs)
     info.schema._recompute_comparison_key()
-    dispatcher.sharding_propagator.propagate(info)
+    _DISPATCHER.sharding_propagator.propagate(info)
     sharding = info.output_sharding
     if sharding.needs_redistribute:
         how = sharding.redistribute_schema, sharding.use_val_from_redistribute_schema
-        dispatcher.redistribute_local_args(info, *how)
+        _DISPATCHER.redistribute_local_args(info, *how)
     local = info.local_args
     if info.args_tree_spec:
         local = torch.utils._pytree.tree_unflatten(local, info.args_tree_spec)
-    return dispatcher.wrap(op(*local, **info.local_kwargs), sharding.output_spec)
+    return _DISPATCHER.wrap(op(*local, **info.local_kwargs), sharding.output_spec)
 
 
 def _with_dtype_of(local: Any, spec: Any) -> Any:
@@ -127,4 +130,4 @@ _INFORMATION = RuntimeSchemaInfo(static_kwargkey=["needs"], needs_pytree=True)
 for _name in ("forward", "gated_forward", "backward", "gated_backward"):
     _op = getattr(torch.ops.flashmhf, _name).default
     register_op_strategy(_op, _INFORMATION)(_strategy)
-    DTensor._op_dispatcher._custom_op_handlers[_op] = _dispatch
+    _DISPATCHER._custom_op_handlers[_op] = _dispatch

@@ -406,6 +406,27 @@ def example() -> None:
     assert all(other == losses for other in found)
 
 
+class AddNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        residual = x + residual
+        return nn.functional.rms_norm(residual, (32,)) * self.weight, residual
+
+
+class TwoTensors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.ffn, self.norm = nn.Embedding(20, 32), flashmhf.FlashMHF(32, 2, 2, 16), AddNorm()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids)
+        h, residual = self.norm(x, residual=x)
+        return residual + self.ffn(h)
+
+
 def plans() -> None:
     """Models and networks whose plan is not Llama's by the book, as in one process."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -427,6 +448,13 @@ def plans() -> None:
     tied = nn.Sequential(nn.Embedding(20, 32), flashmhf.FlashMHF(32, 2, 2, 16), nn.Linear(32, 20, bias=False))
     tied[2].weight = tied[0].weight  # two parameters would each take AdamW's step
     assert parallelize(tied, mesh)[2].weight is tied[0].weight
+
+    # a module of several tensors, which returns several
+    whole = TwoTensors()
+    sharded, ids = parallelize(copy.deepcopy(whole), mesh), tokens(2, 2, 7) % 20
+    for model in (whole, sharded):
+        model(ids).square().mean().backward()
+    agree(sharded, whole, rtol=1e-5, atol=1e-6)
 
     # Qwen3's q_norm and k_norm, which all heads share: their gradients are sums over every process's heads
     torch.manual_seed(0)

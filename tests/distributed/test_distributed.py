@@ -1,6 +1,7 @@
 """Several processes over gloo against one: sharding rules, plans, training steps, checkpoints. The cases are in
 distributed_runs.py."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,60 @@ def test_operators_know_dtensor_and_the_flop_counter_whoever_has_looked_for_them
     """``import flashmhf`` imports neither, and a probe for them, as other packages make, disarms nothing."""
     code = MET.format(when=when, store=tmp_path / "store")
     run_python("-W", "error::UserWarning:flashmhf", "-c", code)
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.norm, self.ffn = nn.Embedding(20, 32), nn.LayerNorm(32), flashmhf.FlashMHF(32, 2, 2, 16)
+
+
+class TiedByAFunction(Own):
+    def forward(self, ids):
+        x = self.wte(ids).to(self.norm.weight.dtype)
+        return nn.functional.linear(self.ffn(self.norm(x)), self.wte.weight)
+
+
+class FusedNorm(Own):
+    def normalised(self, x):
+        return (lambda x: nn.functional.layer_norm(x, (32,), self.norm.weight))(x)
+
+    def forward(self, ids):
+        return self.ffn(self.normalised(self.wte(ids)))
+
+
+class Inherits(FusedNorm):
+    def forward(self, ids):
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize(("kind", "found"), [
+    (TiedByAFunction, "wte.weight is read by the forward of TiedByAFunction"),
+    (FusedNorm, "norm.weight is read by the forward of FusedNorm"),
+    (Inherits, "norm.weight is read by the forward of Inherits"),
+])  # fmt: skip
+def test_a_parameter_that_another_modules_forward_reads_is_refused_by_name(kind, found, mesh):
+    model = nn.ModuleDict({"inner": kind()})
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=f"inner.{found}; supported: "):
+        flashmhf.distributed.parallelize(model, mesh)
+    assert all(type(model.state_dict()[name]) is type(value) for name, value in before.items())
+
+
+RENAMED = """
+import pytest, torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._op_schema import OpSchema
+del OpSchema._recompute_comparison_key
+import flashmhf
+with pytest.warns(UserWarning, match="flashmhf does without sharding rules"):
+    flashmhf.distributed.parallelize
+flashmhf.FlashMHF(32, 2, 2, 16)(torch.randn(3, 32)).sum().backward()
+"""
+
+
+def test_without_a_private_name_of_dtensor_all_but_the_sharding_rules_works():
+    run_python("-c", RENAMED)
 
 
 class Quantised(torch.Tensor):
