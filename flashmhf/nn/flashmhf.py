@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled, nn
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.types import Device
+from torch.utils.checkpoint import checkpoint
 
-from ..backends import check_name
-from ..checks import epsilon, instance, positive
+from ..backends import REFERENCE, check_name
+from ..checks import epsilon, flag, instance, positive
+from ..ops import recompute
+from ..ops.library import cast
 from ..ops.mix import gated_flash_mhf
-from .multihead import GroupedHeads, RoutedHeads
+from ..torch_private import is_watched
+from .multihead import GroupedHeads, RoutedHeads, check_matches
 
 
 def default_num_heads(d_model: int) -> int:
@@ -37,6 +42,8 @@ class FlashMHF(RoutedHeads, GroupedHeads):
         q_norm, q_norm_eps: per-head RMS normalisation of Q (official setting; the paper's text has none), and its eps.
         skip_linear: leave out W_in and W_out. bias: give them biases.
         backend, deterministic, activation: as in :func:`flashmhf.flash_mhf`.
+        recompute_q: compute Q again in the backward: training keeps x and S of a layer, 2 T d_model instead of 3, for
+            one product of d_model^2 more. Where in_proj or q_norm is hooked, replaced or patched Q is kept.
 
     State: in_proj.weight, k, u, v [H_kv, E, d_e, d_h], router [H, d_h, E], out_proj.weight; q_norm.weight [H, d_h].
 
@@ -52,7 +59,8 @@ class FlashMHF(RoutedHeads, GroupedHeads):
         self, d_model: int, num_heads: int, num_subnets: int, subnet_dim: int | None = None, *,
         num_kv_heads: int | None = None, router_eps: float = 1e-20, q_norm: bool = False, q_norm_eps: float = 1e-5,
         skip_linear: bool = False, activation: str = "silu", bias: bool = False, backend: str = "auto",
-        deterministic: bool | None = None, device: Device = None, dtype: torch.dtype | None = None,
+        deterministic: bool | None = None, recompute_q: bool = False, device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         projections = {"bias": bias, "device": device, "dtype": dtype, "skip_linear": skip_linear}
         super().__init__(d_model, num_heads, num_kv_heads, q_norm, q_norm_eps, activation, **projections)
@@ -62,6 +70,9 @@ class FlashMHF(RoutedHeads, GroupedHeads):
         self.router_eps = epsilon("router_eps", router_eps)
         self.backend = check_name(backend)
         self.deterministic = instance("deterministic", deterministic, bool | None, "a bool or None")
+        if flag("recompute_q", recompute_q) and skip_linear:
+            raise ValueError("recompute_q is True; in_proj, which makes Q, skip_linear=True leaves out")
+        self.recompute_q = recompute_q
         shape, factory = self.weight_shape, {"device": device, "dtype": dtype}
         self.k, self.u, self.v = (nn.Parameter(torch.empty(shape, **factory)) for _ in range(3))
         self.router = nn.Parameter(torch.empty(self.num_heads, self.head_dim, self.num_subnets, **factory))
@@ -82,6 +93,19 @@ class FlashMHF(RoutedHeads, GroupedHeads):
         if k.dim() != 4:
             k, u, v = (weight.view(self.weight_shape) for weight in (k, u, v))
         return k, u, v
+
+    def _heads(self, x: Tensor) -> Tensor:
+        if not self.recompute_q or not is_grad_enabled() or self.backend == REFERENCE:
+            return super()._heads(x)
+        if is_dynamo_compiling() and self._is_plain():
+            if is_autocast_enabled(x.device.type):
+                x = cast(x, get_autocast_dtype(x.device.type))  # what is kept, as in_proj alone would keep it
+            return self._mix(checkpoint(self.query, x, use_reentrant=False))
+        weights = None if is_compiling() or is_watched() else self._plain_weights()
+        if weights is None:
+            return super()._heads(x)
+        check_matches(x, self.in_proj)
+        return recompute.heads(x, weights, self.backend, self.deterministic, self.activation)
 
     def _mix(self, q: Tensor) -> Tensor:
         how = {"deterministic": self.deterministic, "backend": self.backend, "activation": self.activation}

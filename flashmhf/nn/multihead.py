@@ -127,7 +127,9 @@ class RoutedHeads(Heads):
     """
 
     NETWORKS: ClassVar[tuple[str, ...]]
-    METHODS: ClassVar[tuple[str, ...]] = ("query", "split_heads", "normalise", "_mix", "_networks", "join_heads")
+    METHODS: ClassVar[tuple[str, ...]] = (
+        "_heads", "query", "split_heads", "normalise", "_mix", "_networks", "join_heads",
+    )  # fmt: skip
     _DEFINED: ClassVar[tuple[object, ...]]
     router_eps = constant("router_eps")
     backend: str
@@ -156,7 +158,11 @@ class RoutedHeads(Heads):
             y = None if weights is None else layer.run(x, weights, self.backend, self.activation)
             if y is not None:
                 return y
-        return self.join_heads(self._mix(self.query(x)))
+        return self.join_heads(self._heads(x))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Return S [..., H, d_h] for x [..., d_model]."""
+        return self._mix(self.query(x))
 
     def _plain_weights(self) -> LayerWeights | None:
         """Return the weights if the module and its parts compute what their classes say, else None."""

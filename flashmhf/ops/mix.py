@@ -187,11 +187,11 @@ class _FirstOrder(torch.autograd.Function):
         needs = of_q or (of_gate and not is_gated), of_k or of_u or of_v or (of_gate and is_gated)
         r, settings = Router(gate, eps) if is_gated else gate, Settings(deterministic, needs, activation)
         call = Call(q, k, u, v, r, backend, settings, grad_out)
-        results = _gradients(call)
+        results = gradients(call)
         return None, None, *(grad if need else None for grad, need in zip(results, needed, strict=True)), None
 
 
-def _gradients(call: Call) -> Result:
+def gradients(call: Call) -> Result:
     """Run a call with ``grad_out``, past the dispatcher where nobody watches."""
     grad_out = call.grad_out
     watched = torch.is_grad_enabled() or torch_private.is_batched(grad_out) or not is_direct(*_tensors(call))

@@ -255,6 +255,36 @@ def mixed_precision() -> None:
         equal(sharded.k.grad, whole.k.grad.float(), near=5e-2)
 
 
+def recomputed_q() -> None:
+    """Kept for the backward: x whole and S, of a rank's heads under tensor parallelism, in place of Q and S."""
+    mesh, sizes = mesh_of(), {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.shape and local.shape[0] == 50:
+            sizes[local.data_ptr()] = local.numel()
+        return tensor
+
+    for shard_it in (lambda module: parallelize(module, mesh), lambda module: fully_shard(module, mesh=mesh)):
+        whole, sharded = network(q_norm=True), network(q_norm=True)
+        sharded.recompute_q = True
+        is_divided = isinstance(shard_it(sharded).k, DTensor) and sharded.k.placements[0].is_shard(0)
+        for compiled in (False, True):
+            call = torch.compile(sharded, backend="aot_eager") if compiled else sharded
+            x = draw(1, 50, 32, dtype=torch.float64)
+            for module in (sharded, whole):
+                module.zero_grad()
+            sizes.clear()
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                out = call(x.requires_grad_() * 1)
+            of_ranks = mesh.size() if is_divided and not hasattr(sharded, "unshard") else 1
+            assert sum(sizes.values()) == x.numel() * (1 + 1 / of_ranks), (sizes, of_ranks)
+            equal(out, whole(x.detach()), near=1e-5)
+            for y in (out, whole(x.detach())):
+                y.square().sum().backward()
+            agree(sharded, whole, near=1e-4)
+
+
 def initialisation() -> None:
     """Weights that are first sharded, on the meta device, and then drawn, as large models are made; d_e sharded,
     too."""

@@ -32,7 +32,7 @@ def test_two_gpus(case):
 @pytest.mark.parametrize(("processes", "cases"), [
     (2, "rules"),
     (4, "rules_on_two_dimensions,muon"),
-    (2, "module_cases,served_shard,mixed_precision,initialisation,muon,refusals"),
+    (2, "module_cases,served_shard,mixed_precision,recomputed_q,initialisation,muon,refusals"),
 ])  # fmt: skip
 def test_operators_modules_and_muon(processes, cases):
     run(cases, processes)

@@ -1,0 +1,70 @@
+"""S of a layer's heads with a backward that computes Q = q_norm(in_proj(x)) again: autograd keeps x in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .. import reference, torch_private
+from ..backends.contract import LayerWeights, Router, Settings
+from .library import cast, widen
+from .mix import Call, gated_flash_mhf, gradients
+
+
+def _query(
+    x: Tensor, in_w: Tensor, in_bias: Tensor | None, q_norm: Tensor | None, q_norm_eps: float, head_dim: int
+) -> Tensor:
+    q = functional.linear(x, in_w, in_bias).unflatten(-1, (-1, head_dim))
+    return q if q_norm is None else reference.normalise_heads(q, q_norm, q_norm_eps)
+
+
+class _KeepsX(torch.autograd.Function):
+    """``tensors``: x, in_proj's weight and bias, q_norm's weight, k, u, v, the router's weight."""
+
+    @staticmethod
+    def forward(ctx: Any, q_norm_eps: float, eps: float, how: dict[str, Any], *tensors: Tensor | None) -> Tensor:
+        *ends, k, u, v, w = tensors
+        ctx.save_for_backward(*tensors)
+        ctx.how = q_norm_eps, eps, how
+        return gated_flash_mhf(_query(*ends, q_norm_eps, k.shape[3]), k, u, v, w, eps, **how)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        *ends, k, u, v, w = ctx.saved_tensors
+        q_norm_eps, eps, how = ctx.how
+        _, _, _, *needed = ctx.needs_input_grad
+        again = torch.is_grad_enabled()  # a graph of the gradients is wanted
+        with torch.enable_grad():
+            if not again:
+                pairs = zip(ends, needed, strict=False)
+                ends = [None if end is None else end.detach().requires_grad_(need) for end, need in pairs]
+            q = _query(*ends, q_norm_eps, k.shape[3])
+        settings = Settings(how["deterministic"], (any(needed[:4]), any(needed[4:])), how["activation"])
+        query = q if again else q.detach()
+        dq, *of_weights = gradients(Call(query, k, u, v, Router(w, eps), how["backend"], settings, grad_out))
+        inputs = [end for end, need in zip(ends, needed, strict=False) if need]
+        of_ends = iter(torch.autograd.grad(q, inputs, dq, create_graph=again) if inputs else ())
+        results = [next(of_ends) if need else None for need in needed[:4]]
+        return (
+            None,
+            None,
+            None,
+            *results,
+            *(x if need else None for x, need in zip(of_weights, needed[4:], strict=True)),
+        )
+
+
+def heads(x: Tensor, weights: LayerWeights, backend: str, deterministic: bool | None, activation: str) -> Tensor:
+    """Return S [..., H, d_h] for x [..., d_model]; autograd keeps x and weights, in autocast's dtype where it is on."""
+    in_proj, networks, router, eps, _, q_norm, q_norm_eps = weights
+    tensors = [x, *in_proj, *networks]
+    if torch_private.autocasts(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        tensors, router = [cast(tensor, dtype) for tensor in tensors], widen(router, dtype)
+    x, in_w, in_bias, *networks = tensors
+    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    how = {"backend": backend, "deterministic": deterministic, "activation": activation}
+    return _KeepsX.apply(q_norm_eps, eps, how, x, in_w, in_bias, q_norm, *networks, router)
