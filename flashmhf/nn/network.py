@@ -47,11 +47,20 @@ class Contiguous(nn.Module):
         return super()._apply(lambda tensor: out.contiguous() if (out := fn(tensor)).dim() == 4 else out, recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # with assign=True they become the module's, and files keep strides
+        # the last of the hooks: those of the caller may convert what a file holds
+        handle = self.register_load_state_dict_pre_hook(type(self)._adapt)
+        try:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+        finally:
+            handle.remove()
+
+    def _adapt(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Check and convert, in place, what is loaded. With assign=True it becomes the module's, and files keep
+        strides.
+        """
         for name in (*self._parameters, *self._buffers):
             if isinstance(value := state_dict.get(prefix + name), Tensor):
                 state_dict[prefix + name] = value.contiguous()
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class Network(Contiguous):

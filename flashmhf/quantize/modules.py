@@ -81,8 +81,8 @@ class Fp8FlashMHF(FixedDtypes, Contiguous, RoutedHeads):
         gate = (self.router, self.router_eps)
         return torch.ops.flashmhf.fp8_gated_forward(q, *self._networks(), *gate, backend=self.backend)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load as PyTorch does. Raises TypeError for packed weights of another dtype, ValueError for another layout."""
+    def _adapt(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Raise TypeError for packed weights of another dtype, ValueError for another layout."""
         for name in self.fixed:
             stored, own = state_dict.get(prefix + name), getattr(self, name)
             if isinstance(stored, Tensor) and stored.dtype != own.dtype:
@@ -91,7 +91,7 @@ class Fp8FlashMHF(FixedDtypes, Contiguous, RoutedHeads):
         stored = state_dict.get(f"{prefix}layout")
         if stored is not None and not (isinstance(stored, Tensor) and stored.is_meta):
             check_layout(stored)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._adapt(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, layout={LAYOUT}"

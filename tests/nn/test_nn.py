@@ -171,6 +171,24 @@ def test_a_state_dict_is_the_parameters_memory(make):
     assert module.state_dict().keys() == stored.keys()
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("hooked", ["network", "model"])
+def test_a_hook_may_convert_what_is_loaded(hooked, assign):
+    """From [E, d_e, H, d_h] here, whatever strides it leaves."""
+
+    def convert(module, state, prefix, *_):
+        for name in ("0.k", "0.u", "0.v"):
+            state[name] = state[name].permute(2, 0, 1, 3)
+
+    model, other = (nn.Sequential(flashmhf.FlashMHF(32, 2, 3, 16)) for _ in range(2))
+    foreign = {n: w.permute(1, 2, 0, 3).contiguous() if n[-1] in "kuv" else w for n, w in other.state_dict().items()}
+    (model if hooked == "model" else model[0]).register_load_state_dict_pre_hook(convert)
+    model.load_state_dict(foreign, assign=assign)
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
+    x = torch.randn(5, 32)
+    assert torch.equal(model(x), other(x))
+
+
 @pytest.mark.parametrize(
     ("name", "tool"), [*itertools.product(STORED, ("to", "assign", "deepcopy")), *((name, "grad") for name in MODULES)]
 )

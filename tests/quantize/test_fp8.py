@@ -180,6 +180,20 @@ def test_states_of_other_kinds_are_refused(assign):
             served.load_state_dict({**state, f"0.{name}": value}, assign=assign, strict=False)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_hook_may_upgrade_an_older_state(assign):
+    served, other = (quantize.to_fp8(flashmhf.FlashMHF(128, 2, 3, 32)) for _ in range(2))
+    old = other.state_dict() | {"layout": torch.zeros(1, dtype=torch.uint8), "k8": other.k8.view(torch.uint8)}
+
+    def upgrade(module, state, prefix, *_):
+        state.update(layout=other.layout, k8=state["k8"].view(E4M3))
+
+    served.register_load_state_dict_pre_hook(upgrade)
+    served.load_state_dict(old, assign=assign)
+    x = torch.randn(5, 128)
+    assert torch.equal(served(x), other(x))
+
+
 def test_states_and_dtypes_of_modules():
     network = flashmhf.FlashMHF(128, 2, 3, 80, q_norm=True, bias=True, dtype=torch.bfloat16)
     x, before = torch.randn(4, 50, 128, dtype=torch.bfloat16), copy.deepcopy(network.state_dict())
