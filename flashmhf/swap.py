@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from . import checks
 from .checks import positive
 from .nn.flashmhf import FlashMHF, default_num_heads, default_subnet_dim
-from .nn.init import INITIALIZER_RANGE, Projection
+from .nn.init import INITIALIZER_RANGE
 from .nn.weights import check_held, check_whole, mark_drawn
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -27,7 +27,7 @@ def _why_not_swiglu(module: nn.Module) -> str | None:
         return f"has no {', '.join(sorted(lacking))}"
     if others := sorted({*own, *children} - set(_PROJECTIONS)):
         return f"has {', '.join(others)} beside its projections"
-    if others := [name for name in _PROJECTIONS if type(children[name]) not in (nn.Linear, Projection)]:
+    if others := [name for name in _PROJECTIONS if type(children[name]) is not nn.Linear]:
         return f"has a {type(children[others[0]]).__name__} as {others[0]}"
     sizes = module.gate_proj.in_features, module.down_proj.out_features
     if sizes[0] != sizes[1]:

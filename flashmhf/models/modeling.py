@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ..nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU
-from ..nn.init import Projection, Scheme
+from ..nn.init import Scheme, draws_itself
 from ..nn.multihead import HeadRMSNorm
 from ..nn.network import FixedDtypes, Network
 from .configuration import FlashMHFConfig
@@ -80,7 +80,7 @@ class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
 
     def _init_weights(self, module):
         """Have our networks draw themselves; transformers has torch.nn.init leave loaded tensors alone."""
-        if isinstance(module, (Network, Projection, HeadRMSNorm)):
+        if isinstance(module, (Network, HeadRMSNorm)) or draws_itself(module):
             module.reset_parameters()
         else:
             super()._init_weights(module)

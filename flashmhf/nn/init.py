@@ -14,6 +14,7 @@ their random start for hundreds of Adam steps.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -92,21 +93,23 @@ class Scheme:
             nn.init.zeros_(linear.bias)
 
 
-class Projection(nn.Linear):
-    """A linear layer whose own ``reset_parameters`` draws what its network documents.
+def projection(*sizes: int, role: str, fan_in: float, scheme: Scheme, **settings: Any) -> nn.Linear:
+    """Return a linear layer whose own ``reset_parameters`` is :meth:`Scheme.draw_projection`, as its network documents.
 
     FSDP and ``to_empty`` recipes call that of every module in an order of their own, and ``deepspeed.zero.Init`` takes
-    the weights away when the layer's constructor ends.
+    the weights away when the layer's constructor ends. No subclass: many tools ask ``type(module) is nn.Linear``.
     """
+    linear = nn.Linear.__new__(nn.Linear)
+    set_reset(linear, role, fan_in, scheme)  # which the constructor calls
+    linear.__init__(*sizes, **settings)
+    return linear
 
-    def __init__(
-        self, in_features: int, out_features: int, role: str, fan_in: float, scheme: Scheme, **settings: Any
-    ) -> None:
-        super().__init__(in_features, out_features, **settings)
-        self.role, self.fan_in, self.scheme = role, fan_in, scheme
-        self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Draw the weights anew, as the network was last told to."""
-        if "scheme" in self.__dict__:  # nn.Linear's constructor calls this before there is one
-            self.scheme.draw_projection(self, self.role, self.fan_in)
+def set_reset(linear: nn.Linear, role: str, fan_in: float, scheme: Scheme) -> None:
+    """Set what ``reset_parameters`` of a projection draws."""
+    linear.__dict__["reset_parameters"] = functools.partial(Scheme.draw_projection, scheme, linear, role, fan_in)
+
+
+def draws_itself(module: nn.Module) -> bool:
+    """Return whether ``module`` is one of :func:`projection`, and not a layer that has replaced it."""
+    return "reset_parameters" in module.__dict__

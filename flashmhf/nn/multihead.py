@@ -251,6 +251,9 @@ class GroupedHeads(MultiHead):
         factory = settings["device"], settings["dtype"]
         self.q_norm = HeadRMSNorm(*sizes, *factory) if flag("q_norm", q_norm) else None
 
+    def _parts(self) -> dict[str, type[nn.Module]]:
+        return super()._parts() | {"q_norm": HeadRMSNorm}
+
     def _draw_heads(self, summed: float) -> None:
         """Draw k, u, v and q_norm. ``summed``: the number of products that S sums, times the gates' mean squared."""
         value = (GATED_VARIANCE[self.activation] * summed) ** -0.5

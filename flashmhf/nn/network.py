@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ..checks import weight_dtype
-from .init import OfficialInit, Projection, Scheme
-from .weights import mark_drawn
+from ..checks import name_of, weight_dtype
+from .init import OfficialInit, Scheme, draws_itself, projection, set_reset
+from .weights import check_held, mark_drawn
 
 
 def constant(name: str) -> property:
@@ -79,7 +79,8 @@ class Network(Contiguous):
         dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         """Make the child ``name`` a projection (in, out features) from ``fan_in`` inputs of unit variance."""
-        setattr(self, name, Projection(*sizes, role, fan_in, self.scheme, bias=bias, device=device, dtype=dtype))
+        drawn = {"role": role, "fan_in": fan_in, "scheme": self.scheme}
+        setattr(self, name, projection(*sizes, **drawn, bias=bias, device=device, dtype=dtype))
         self._drawn_projections = {**self._drawn_projections, name: (role, fan_in)}
 
     def reset_parameters(
@@ -90,22 +91,40 @@ class Network(Contiguous):
 
         init: "balanced" (the first, but for ParametricKV), "official" or "normal" (flashmhf.nn.init).
         initializer_range: the deviation of "normal", and of the router under "balanced" (0.02). num_layers: how many
-        networks the model has (1). official: the gains of "official". Raises TypeError and ValueError for other values.
+        networks the model has (1). official: the gains of "official". Raises TypeError and ValueError for other values,
+        ValueError for a part that has been replaced, parametrised or offloaded; nothing is drawn then.
         """
+        self._check_own()
         given = {"init": init, "initializer_range": initializer_range, "num_layers": num_layers, "official": official}
         changed = {name: value for name, value in given.items() if value is not None}
         self.set_scheme(dataclasses.replace(self.scheme, **changed))
         self._draw()
         for name, drawn in self._drawn_projections.items():
-            self.scheme.draw_projection(getattr(self, name), *drawn)
+            if (linear := getattr(self, name)) is not None:
+                self.scheme.draw_projection(linear, *drawn)
 
     def set_scheme(self, scheme: Scheme) -> None:
         """Set what ``reset_parameters`` of this network and of its projections draw, without drawing."""
         self.scheme = scheme
-        for name in self._drawn_projections:
+        for name, drawn in self._drawn_projections.items():
             linear = getattr(self, name)
-            if isinstance(linear, Projection):  # and not a linear layer that has replaced it
-                linear.scheme = scheme
+            if linear is not None and draws_itself(linear):
+                set_reset(linear, *drawn, scheme)
+
+    def _parts(self) -> dict[str, type[nn.Module]]:
+        """Return the classes of the parts that ``reset_parameters`` draws; any of them may be None."""
+        return dict.fromkeys(self._drawn_projections, nn.Linear)
+
+    def _check_own(self) -> None:
+        """Raise ValueError that names a part which ``reset_parameters`` cannot draw, before it has drawn another."""
+        check_held("", self, empty=True)
+        for name, kind in self._parts().items():
+            part, supported = getattr(self, name), f"a {kind.__name__}, as the constructor made it"
+            if part is not None and not isinstance(part, kind):
+                found = f"{name} is a {type(part).__name__}; supported: {supported}"
+                raise ValueError(f"{found}: call reset_parameters before it is replaced")
+            if part is not None and not part.weight.is_floating_point():
+                raise ValueError(f"{name}.weight has dtype {name_of(part.weight.dtype)}; supported: a floating one")
 
     def _draw(self) -> None:
         pass

@@ -15,7 +15,6 @@ from torch.compiler import is_compiling
 from torch.nn import functional
 
 from ..torch_private import has_global_hooks
-from .init import Projection
 
 _LINEAR = functional.linear
 _METHODS = ("forward", "__call__", "_call_impl", "__getattr__")
@@ -47,7 +46,6 @@ def are_traced(methods: tuple[object, ...], defined: tuple[object, ...]) -> bool
 
 
 define(nn.Linear)
-define(Projection)
 
 
 def are_plain(modules: Mapping[str, nn.Module | None], kinds: Mapping[str, type[nn.Module]]) -> bool:

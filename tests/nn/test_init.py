@@ -1,13 +1,15 @@
 """Initialisations by their variances, and flashmhf.param_groups by what an optimizer does with them."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import flashmhf
-from flashmhf.nn.init import OfficialInit, Projection
+from flashmhf.nn.init import OfficialInit
 from flashmhf.nn.multihead import HeadRMSNorm
 
 D_MODEL, LAYERS, TOKENS = 256, 6, 4096
@@ -109,6 +111,55 @@ def test_every_module_draws_its_own_weights_in_any_order(name, order):
     assert_drawn_alike(module, expected)
 
 
+@every_network
+def test_linear_layers_are_pytorchs_own_by_type(name):
+    """Which quantisers and counters ask. Copies and pickles draw into themselves."""
+    original = fresh(name)
+    before = copy.deepcopy(original.state_dict())
+    for module in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
+        linear = [part for part in module.modules() if isinstance(part, nn.Linear)]
+        assert all(type(part) is nn.Linear for part in linear) and bool(linear) is (name != "no-projections")
+        for part in linear:
+            part.weight.data.fill_(torch.nan)
+            part.reset_parameters()
+        assert_drawn_alike(module, original)
+    assert all(torch.equal(value, before[key]) for key, value in original.state_dict().items())
+
+
+def low_rank() -> nn.Module:
+    return nn.Sequential(nn.Linear(D_MODEL, 4, bias=False), nn.Linear(4, D_MODEL, bias=False)).double()
+
+
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("options", lambda m: setattr(m, "q_norm", nn.RMSNorm(64)), "q_norm is a RMSNorm; supported: a HeadRMSNorm"),
+    ("mh_ffn", lambda m: setattr(m, "in_proj", nn.Identity()), "in_proj is a Identity; supported: a Linear"),
+    ("flashmhf", lambda m: setattr(m, "out_proj", low_rank()), "out_proj is a Sequential"),
+    ("swiglu", lambda m: setattr(m, "down_proj", low_rank()), "down_proj is a Sequential"),
+    ("pkv", lambda m: setattr(m, "out_proj", nn.Identity()), "out_proj is a Identity"),
+    ("dense_moe", lambda m: setattr(m, "up_proj", low_rank()), "up_proj is a Sequential"),
+    ("flashmhf", lambda m: setattr(m.out_proj, "weight", nn.Parameter(m.out_proj.weight.to(torch.int8), False)),
+     "out_proj.weight has dtype int8"),
+    ("flashmhf", lambda m: nn.utils.parametrizations.spectral_norm(m.in_proj), "in_proj has parametrised weights"),
+    ("flashmhf", lambda m: nn.utils.parametrizations.weight_norm(m, "k"), "has parametrised weights"),
+    ("options", lambda m: prune.random_unstructured(m.q_norm, "weight", 0.5), "q_norm has parametrised"),
+])  # fmt: skip
+def test_what_cannot_be_drawn_is_refused_before_anything_is_drawn(name, change, message):
+    module = fresh(name)
+    change(module)
+    before, scheme = copy.deepcopy(module.state_dict()), module.scheme
+    with pytest.raises(ValueError, match=message):
+        module.reset_parameters("official", num_layers=LAYERS)
+    assert module.scheme is scheme
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+
+
+def test_parts_that_were_taken_away_are_not_drawn():
+    module = fresh("options")
+    module.in_proj = module.out_proj = module.q_norm = None
+    module.reset_parameters(num_layers=LAYERS)
+    assert module(torch.randn(2, D_MODEL, dtype=torch.float64)).isfinite().all()
+
+
 def test_groups_hold_every_trainable_parameter_once():
     """Of all networks beside an embedding, whose weight the head shares, and a norm."""
     parts = {"embedding": nn.Embedding(100, D_MODEL), "norm": nn.RMSNorm(D_MODEL)}
@@ -161,7 +212,7 @@ def test_projections_learn_at_their_share_under_any_schedule(schedule):
 def test_a_tool_may_take_each_modules_weights_when_its_constructor_ends(name, monkeypatch):
     """As deepspeed.zero.Init does: what a parent draws into its children afterwards is lost."""
     taken = {}
-    for kind in (Projection, HeadRMSNorm):
+    for kind in (nn.Linear, HeadRMSNorm):
 
         def taking(self, *args, construct=kind.__init__, **kwargs):
             construct(self, *args, **kwargs)
