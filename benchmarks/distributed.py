@@ -306,7 +306,7 @@ def train(job: Job) -> Iterator[dict]:
 
 
 def process(rank: int, folder: Path, options: argparse.Namespace, part: str) -> None:
-    """Run ``part``; leave its rows in ``folder``, and in error.txt why it ended before the last."""
+    """Run ``part``; leave its rows in ``folder``, and in PART.txt why it ended before the last."""
     os.environ.update(ENVIRONMENT, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(options.ranks))
     if options.smoke:
         torch.set_num_threads(1)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -133,10 +134,8 @@ class Worker:
         )
         # The tree's commit is asked of git; where there is none, it stays unknown.
         variables = {name: value for name, value in os.environ.items() if name != "FLASHMHF_COMMIT" or tree == ROOT}
-        command = [sys.executable, "-c", code]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=variables, **pipes)
 
     def answer(self) -> dict:
         text = self.process.stdout.readline()
@@ -181,11 +180,10 @@ def serve(arguments: list[str]) -> None:
     options, suite = parse(arguments)
     context = make_context(options)
     cells = suite.cells(options, context)
-    print(
-        json.dumps({"environment": environment.describe(options.device), "cells": len(cells)}), file=answers, flush=True
-    )
+    said = functools.partial(print, file=answers, flush=True)
+    said(json.dumps({"environment": environment.describe(options.device), "cells": len(cells)}))
     for index in sys.stdin:
-        print(json.dumps({"rows": cells[int(index)].measure(context)}), file=answers, flush=True)
+        said(json.dumps({"rows": cells[int(index)].measure(context)}))
 
 
 @contextlib.contextmanager

@@ -98,9 +98,8 @@ def graph(calls: list[Callable[[], object]], row: dict) -> Prepared:
 @functools.cache
 def swiglu_layer(device: torch.device, dtype: torch.dtype) -> nn.Module:
     """One compiled FP8 SwiGLU of 8,448 features for all cells, so that it is compiled once."""
-    return torch.compile(
-        Fp8SwiGLU(flashmhf.SwiGLU(2048, 8448, device=device, dtype=dtype)), fullgraph=True, dynamic=True
-    )
+    layer = Fp8SwiGLU(flashmhf.SwiGLU(2048, 8448, device=device, dtype=dtype))
+    return torch.compile(layer, fullgraph=True, dynamic=True)
 
 
 def operator_cell(head_dim: int, tokens: int) -> Cell:
@@ -142,9 +141,8 @@ def decode_cell(tokens: int) -> Cell:
     size = 3 * heads * subnets * subnet_dim * 128
 
     def make(context: Context) -> tuple:
-        return [weights(context, heads, subnets, subnet_dim, 128) for _ in range(4)], *inputs(
-            context, tokens, heads, subnets, 128
-        )
+        layers = [weights(context, heads, subnets, subnet_dim, 128) for _ in range(4)]
+        return layers, *inputs(context, tokens, heads, subnets, 128)
 
     def fp8(context: Context, made: tuple) -> Prepared:
         layers, q, r = made
@@ -163,9 +161,8 @@ def decode_cell(tokens: int) -> Cell:
 def networks(device: torch.device, dtype: torch.dtype) -> dict[str, list[nn.Module]]:
     """The same layers for all cells, so that SwiGLU's are compiled once."""
     shape, like = SHAPES["paper"], {"device": device, "dtype": dtype}
-    plain = [
-        flashmhf.FlashMHF(shape.d_model, shape.heads, shape.subnets, shape.subnet_dim, **like) for _ in range(LAYERS)
-    ]
+    size = shape.d_model, shape.heads, shape.subnets, shape.subnet_dim
+    plain = [flashmhf.FlashMHF(*size, **like) for _ in range(LAYERS)]
     swiglu = [Fp8SwiGLU(flashmhf.SwiGLU(shape.d_model, shape.swiglu_dim, **like)) for _ in range(LAYERS)]
     return {
         OURS: [quantize.to_fp8(each) for each in plain],
@@ -187,9 +184,8 @@ def network_cell(tokens: int, way: str) -> Cell:
         found, x = made
         row = {}
         if name == OURS:
-            row["error"] = require(
-                {"FP8 against 16 bits": relative_l2(found[name][0](x), found[PLAIN][0](x).double())}, ERROR_LIMIT
-            )
+            error = relative_l2(found[name][0](x), found[PLAIN][0](x).double())
+            row["error"] = require({"FP8 against 16 bits": error}, ERROR_LIMIT)
         calls = [functools.partial(layer, x) for layer in found[name]]
         if way == "graph":
             return graph(calls, row)

@@ -78,18 +78,16 @@ SERVED = ("module", "compiled", "swiglu", "piece", "piece swiglu")
 
 def serving_cell(tokens: int, names: tuple[str, ...] = SERVED) -> Cell:
     def make(context: Context) -> tuple:
-        return served(context.device, context.dtype), torch.randn(
-            tokens, SIZES[0], device=context.device, dtype=context.dtype
-        )
+        like = {"device": context.device, "dtype": context.dtype}
+        return served(*like.values()), torch.randn(tokens, SIZES[0], **like)
 
     @torch.no_grad()
     def prepare(name: str, context: Context, made: tuple) -> Prepared:
         modules, x = made
         row = {}
         if name == "compiled":
-            row["error"] = require(
-                {"out": relative_l2(modules[name][0](x), modules["module"][0](x).double())}, LIMITS[x.dtype]
-            )
+            error = relative_l2(modules[name][0](x), modules["module"][0](x).double())
+            row["error"] = require({"out": error}, LIMITS[x.dtype])
 
         @torch.no_grad()
         def run() -> None:
@@ -98,10 +96,9 @@ def serving_cell(tokens: int, names: tuple[str, ...] = SERVED) -> Cell:
 
         return Prepared(timing.graphed(run) if x.is_cuda else run, SETS, row)
 
-    faster_than = {"swiglu": ("swiglu", 1.0), "piece swiglu": ("piece swiglu", 1.0)}
-    return Cell(
-        {"T": tokens}, {name: functools.partial(prepare, name) for name in names}, make, faster_than=faster_than
-    )
+    faster_than = {name: (name, 1.0) for name in ("swiglu", "piece swiglu")}
+    subjects = {name: functools.partial(prepare, name) for name in names}
+    return Cell({"T": tokens}, subjects, make, faster_than=faster_than)
 
 
 # The host

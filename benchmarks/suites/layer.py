@@ -50,16 +50,13 @@ def check(
         dx, *gradients = torch.autograd.grad(out, [x, *module.parameters()], upstream.view_as(x))
         errors["output"] = relative_l2(out.detach().reshape(count, -1)[rows], exact.detach())
         errors["dx"] = relative_l2(dx.reshape(count, -1)[rows], expected[0]) / 2
-        errors |= {
-            f"d {name}": relative_l2(g, e) / 2 for name, g, e in zip(names, gradients, expected[1:], strict=True)
-        }
+        for name, gradient, truth in zip(names, gradients, expected[1:], strict=True):
+            errors[f"d {name}"] = relative_l2(gradient, truth) / 2
     limit = LIMITS[x.dtype]
     worst = max(errors, key=errors.get)
     if not errors[worst] <= limit:
-        factor = 1 if worst == "output" else 2
-        raise RedCheckError(
-            f"{worst}: relative L2 error {factor * errors[worst]:.2e} against float64; limit {factor * limit:.0e}"
-        )
+        error, limit = (each * (1 if worst == "output" else 2) for each in (errors[worst], limit))
+        raise RedCheckError(f"{worst}: relative L2 error {error:.2e} against float64; limit {limit:.0e}")
     return errors[worst]
 
 
@@ -126,19 +123,14 @@ def layer_cell(
     graph: bool = False, official: pathlib.Path | None = None,
 ) -> Cell:  # fmt: skip
     """Subjects on ``batch`` sequences of ``length`` tokens. direction: "forward", or "training" (and backward)."""
-    row = {
-        "group": group, "shape": shape.name, "batch": batch, "length": length, "tokens": batch * length,
-        "direction": direction,
-    }  # fmt: skip
-    row["timing"] = "CUDA graph" if graph else "events"
+    row = {"group": group, "shape": shape.name, "batch": batch, "length": length, "tokens": batch * length}
+    row |= {"direction": direction, "timing": "CUDA graph" if graph else "events"}
 
     def one(name: str, context: Context, made: None) -> Prepared:
         return prepare(SUBJECTS[name], shape, (batch, length), direction, graph, official, context)
 
-    # A pass through several layers, forward and backward, takes longer.
-    return Cell(
-        row, {name: functools.partial(one, name) for name in subjects}, window_scale=5 if direction == "training" else 1
-    )
+    parts = {name: functools.partial(one, name) for name in subjects}
+    return Cell(row, parts, window_scale=5 if direction == "training" else 1)  # a pass of both directions is longer
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -159,11 +151,10 @@ def cells(options: argparse.Namespace, context: Context) -> list[Cell]:
     # Without the official kernels: their backward tunes sixteen kernels for every length before it runs.
     trained = (*pair, "swiglu_checkpointed", *(name for name in others if name != "official"))
     tokens = DECODE_TOKENS if options.lengths == LENGTHS else options.lengths
+    official = {"official": options.official}
+    also = {n: (*pair, "mhffn_naive", *(others if n in ALSO_LENGTHS else ())) for n in options.lengths}
     plan = {
-        "latency": [
-            (n, (*pair, "mhffn_naive", *(others if n in ALSO_LENGTHS else ())), {"official": options.official})
-            for n in options.lengths
-        ],
+        "latency": [(n, names, official) for n, names in also.items()],
         "training": [(4032, trained, {"direction": "training"})],
         "decode": [(1, pair, {"batch": t, "graph": gpu}) for t in tokens],
     }

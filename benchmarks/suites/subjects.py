@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import operator
 import pathlib
 import sys
 import types
@@ -111,6 +112,16 @@ def _exact_dense_moe(shape: Shape, w: Weights, x: Tensor) -> Tensor:
     return (activation.unflatten(-1, (shape.subnets, shape.subnet_dim)) * r[..., None]).flatten(-2) @ w[
         "down_proj.weight"
     ].T
+
+
+def _make_mhffn(shape: Shape, settings: Settings) -> nn.Module:
+    size, like = (shape.d_model, shape.heads, shape.d_ff), {"device": settings.device, "dtype": settings.dtype}
+    return flashmhf.MHFFN(*size, backend="naive", **like)
+
+
+def _make_dense_moe(shape: Shape, settings: Settings) -> nn.Module:
+    size, like = (shape.d_model, shape.subnets, shape.subnet_dim), {"device": settings.device, "dtype": settings.dtype}
+    return flashmhf.DenseMoE(*size, **like)
 
 
 # SwiGLU and its relatives
@@ -226,16 +237,10 @@ def _exact_official(shape: Shape, w: Weights, x: Tensor) -> Tensor:
 # The list
 
 
-def _flashmhf_layers(shape: Shape) -> int:
-    return shape.layers
-
-
-def _swiglu_layers(shape: Shape) -> int:
-    return shape.swiglu_layers
-
-
-_FLASHMHF = {"exact": _exact_flashmhf, "layers": _flashmhf_layers, "flops": Shape.flashmhf_flops}
+_layers, _swiglu_layers = map(operator.attrgetter, ("layers", "swiglu_layers"))
+_FLASHMHF = {"exact": _exact_flashmhf, "layers": _layers, "flops": Shape.flashmhf_flops}
 _SWIGLU = {"exact": _exact_swiglu, "layers": _swiglu_layers, "flops": Shape.swiglu_flops}
+_LIGER = functools.partial(_why_no_package, "liger-kernel", "liger_kernel.transformers.swiglu")
 
 
 def _backward_flops(shape: Shape, tokens: int) -> int:
@@ -255,39 +260,17 @@ _ALL = (
     Subject("swiglu", "SwiGLU (eager)", _make_swiglu, **_SWIGLU),
     Subject("swiglu_compiled", "SwiGLU (torch.compile)", _make_swiglu, caller=_compiled_caller, **_SWIGLU),
     Subject("swiglu_checkpointed", "SwiGLU (checkpointed)", _make_swiglu, caller=_checkpointed_caller, **_SWIGLU),
-    Subject(
-        "swiglu_liger",
-        "SwiGLU (Liger)",
-        _make_liger,
-        why_missing=functools.partial(_why_no_package, "liger-kernel", "liger_kernel.transformers.swiglu"),
-        **_SWIGLU,
-    ),
-    Subject(
-        "mhffn_naive",
-        "MH-FFN (naive)",
-        lambda shape, settings: flashmhf.MHFFN(
-            shape.d_model, shape.heads, shape.d_ff, backend="naive", device=settings.device, dtype=settings.dtype
-        ),
-        **(_FLASHMHF | {"exact": _exact_mhffn}),
-    ),
-    Subject(
-        "dense_moe",
-        "Dense-MoE",
-        lambda shape, settings: flashmhf.DenseMoE(
-            shape.d_model, shape.subnets, shape.subnet_dim, device=settings.device, dtype=settings.dtype
-        ),
-        _exact_dense_moe,
-        _swiglu_layers,
-        Shape.kernel_flops,
-    ),
+    Subject("swiglu_liger", "SwiGLU (Liger)", _make_liger, why_missing=_LIGER, **_SWIGLU),
+    Subject("mhffn_naive", "MH-FFN (naive)", _make_mhffn, **(_FLASHMHF | {"exact": _exact_mhffn})),
+    Subject("dense_moe", "Dense-MoE", _make_dense_moe, _exact_dense_moe, _swiglu_layers, Shape.kernel_flops),
     Subject(
         "official",
         "official FlashMHF (Triton)",
-        lambda shape, settings: _Official(shape, settings),
+        _Official,
         why_missing=_why_no_official,
         backward_flops=_backward_flops,
         **(_FLASHMHF | {"exact": _exact_official}),
-    ),
+    ),  # fmt: skip
 )
 SUBJECTS: dict[str, Subject] = {subject.name: subject for subject in _ALL}
 
