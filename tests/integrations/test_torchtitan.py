@@ -1,6 +1,8 @@
 """The override for torchtitan, where it is installed: sizes, initialisation, FSDP2, tensor parallelism, AC, compile,
 checkpoints."""
 
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,13 @@ from processes import run_python
 
 pytest.importorskip("torchtitan", reason='torchtitan is not installed: pip install "flashmhf[titan]" (Python 3.11)')
 
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.llama3 import llama3_configs
+from torchtitan.models.llama3 import config_registry, llama3_configs
 
 import flashmhf
-from flashmhf.integrations.torchtitan import feed_forward
+from flashmhf.integrations.torchtitan import feed_forward, param_groups
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +49,47 @@ def test_default_sizes_and_refusal():
     for name in ("num_heads", "num_subnets", "subnet_dim"):
         with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
             feed_forward(stock, **{name: 0})
+
+
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"num_layers": "32"}, TypeError, "num_layers must be an int, got str"),
+    ({"q_norm": "false"}, TypeError, "q_norm must be a bool, got str"),
+    ({"subnet_dim": 64.0}, TypeError, "subnet_dim must be an int, got float"),
+    ({"num_subnets": True}, TypeError, "num_subnets must be an int, got bool"),
+    ({"num_heads": "4"}, TypeError, "num_heads must be an int, got str"),
+    ({"init": "Balanced"}, ValueError, "init is 'Balanced'; supported: 'normal', 'official', 'balanced'"),
+    ({"init": False}, TypeError, "init must be a str, got bool"),
+])  # fmt: skip
+def test_a_value_of_the_wrong_type_is_refused_by_name(options, error, message):
+    """As a command line gives it: JSON."""
+    with pytest.raises(error, match=message):
+        feed_forward(llama3_configs["debugmodel"](attn_backend="flex").layers[0].feed_forward, **options)
+
+
+def test_projections_have_a_rate_of_their_own():
+    trainer = config_registry.llama3_debugmodel()
+    imports = [("flashmhf.integrations.torchtitan.feed_forward", {"num_heads": 2, "num_layers": 6})]
+    imports.append("flashmhf.integrations.torchtitan.param_groups")
+    apply_overrides(OverrideConfig(imports=imports), trainer)
+    trainer.optimizer.implementation = "for-loop"
+    with torch.device("meta"):
+        model = trainer.model_spec.model.build()
+    found = {}
+    for optimizer in trainer.optimizer.build(model_parts=[model]):
+        for group in optimizer.param_groups:
+            found |= {
+                id(parameter): (group["lr"], group["lr"] * group["weight_decay"]) for parameter in group["params"]
+            }
+    plain = found[id(model.layers["0"].feed_forward.k)]
+    for name, parameter in model.named_parameters():
+        share = 0.3 if re.search("feed_forward.(in|out)_proj", name) else 1
+        assert found[id(parameter)] == pytest.approx((share * plain[0], plain[1])), name
+    for pattern, optimizer, of in ((".*", "DistMuon", "a group of DistMuon"), ("bias", "AdamW", "no group")):
+        group = dataclasses.replace(trainer.optimizer.param_groups[-1], pattern=pattern, optimizer_name=optimizer)
+        with pytest.raises(ValueError, match=f"in_proj.weight in {of}; supported: AdamW, Adam"):
+            param_groups(OptimizersContainer.Config(param_groups=[group]))
+    with pytest.raises(ValueError, match="projection_rate is 0; it must be above 0"):
+        param_groups(trainer.optimizer, projection_rate=0)
 
 
 def test_heads_that_the_ranks_do_not_divide():
