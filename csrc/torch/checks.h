@@ -1,5 +1,5 @@
-// Argument checks of the flashmhf_hopper::* operators, in one order for all: type, device, shape, layout. flashmhf/checks.py raises first
-// for callers that come through Python; these guard direct calls.
+// Argument checks of the flashmhf_hopper::* operators, in one order for all: type, device, shape, layout. They are asked first:
+// flashmhf/checks.py explains to callers from Python what they refuse.
 #pragma once
 
 #include <algorithm>

@@ -52,7 +52,7 @@ class FlashMHF(RoutedHeads, GroupedHeads):
     the last dimension of x is not d_model or x is on another device, TypeError if x has another dtype than the module.
     """
 
-    NETWORKS = ("k", "u", "v")
+    TENSORS = ("k", "u", "v", "router")
     router: nn.Parameter
 
     def __init__(

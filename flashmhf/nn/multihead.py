@@ -126,7 +126,7 @@ class RoutedHeads(Heads):
     or else the calls of its parts. A subclass says which tensors its heads' networks are, and how S follows from Q.
     """
 
-    NETWORKS: ClassVar[tuple[str, ...]]
+    TENSORS: ClassVar[tuple[str, ...]]  # of the heads' networks, then of the router
     METHODS: ClassVar[tuple[str, ...]] = (
         "_heads", "query", "split_heads", "normalise", "_mix", "_networks", "join_heads",
     )  # fmt: skip
@@ -172,14 +172,15 @@ class RoutedHeads(Heads):
             return None
         modules, own = self._modules, self._parameters or self._buffers  # attributes take the host a microsecond each
         first, last, q_norm = modules["in_proj"]._parameters, modules["out_proj"]._parameters, modules.get("q_norm")
-        networks: tuple[Tensor, ...] = ()
-        for name in self.NETWORKS:
-            networks += (own[name],)
+        tensors: tuple[Tensor, ...] = ()
+        for name in self.TENSORS:
+            tensors += (own[name],)
+        *networks, router = tensors
         if networks[0].dim() != 4:
             networks = self._networks()
         ends = ProjectionWeights(first["weight"], first["bias"]), ProjectionWeights(last["weight"], last["bias"])
         norm = (None, 0.0) if q_norm is None else (q_norm._parameters["weight"], q_norm.eps)
-        return LayerWeights(ends[0], networks, own["router"], float(self._router_eps), ends[1], *norm)
+        return LayerWeights(ends[0], tuple(networks), router, float(self._router_eps), ends[1], *norm)
 
     @torch_private.constant_in_graphs
     def _is_plain(self) -> bool:
@@ -189,9 +190,10 @@ class RoutedHeads(Heads):
             return False
         if not self.__dict__.keys().isdisjoint(_NAMES):
             return False
-        for name in (*self.NETWORKS, "router"):
+        is_subclass = "_DEFINED" not in kind.__dict__
+        for name in self.TENSORS:
             # computed, as by pruning, or by a property of a subclass
-            if own.get(name) is None or ("_DEFINED" not in kind.__dict__ and hasattr(kind, name)):
+            if own.get(name) is None or (is_subclass and hasattr(kind, name)):
                 return False
         return are_plain(self._modules, _PARTS)
 

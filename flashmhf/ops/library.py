@@ -15,6 +15,7 @@ from ..torch_private import register
 LIBRARY = torch.library.Library("flashmhf", "DEF")
 P = ParamSpec("P")
 ORDINARY = (Tensor, torch.nn.Parameter)  # the types of PyTorch's own tensors
+_OWN_TYPES = frozenset((*ORDINARY, type(None)))
 C = TypeVar("C")
 R = TypeVar("R")
 
@@ -65,13 +66,10 @@ torch_private.answer("the C++ operators in compiled graphs", *_TRACER, lambda: _
 
 
 def is_direct(*tensors: Tensor | None) -> bool:
-    """Return whether a call may go past the dispatcher: nobody watches, and these are PyTorch's own tensors."""
-    if torch.compiler.is_compiling():
+    """Return whether a call may go past the dispatcher: nobody watches, and the tensors are PyTorch's own."""
+    if not _OWN_TYPES.issuperset(map(type, tensors)):
         return False
-    for tensor in tensors:
-        if tensor is not None and (type(tensor) not in ORDINARY or tensor.is_meta):
-            return False
-    return not torch_private.is_watched()
+    return not (tensors[0].is_meta or torch.compiler.is_compiling() or torch_private.is_watched())
 
 
 def _composed(run: Callable[[C], R], describe: Callable[P, C]) -> Callable[P, R]:

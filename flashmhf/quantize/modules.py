@@ -36,7 +36,7 @@ class Fp8FlashMHF(FixedDtypes, Contiguous, RoutedHeads):
     NotImplementedError if x requires a gradient and gradients are enabled.
     """
 
-    NETWORKS = ("k8", "u8", "v8", "scales")
+    TENSORS = ("k8", "u8", "v8", "scales", "router")
     fixed = ("k8", "u8", "v8", "scales", "layout")
     SHARDED: ClassVar[dict[str, int]] = FlashMHF.SHARDED | {"k8": 0, "u8": 0, "v8": 0, "scales": 1}
     k8: Tensor

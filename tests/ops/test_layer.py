@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from processes import run_python
 from targets import Calls, doubled, randomised
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 import flashmhf
 from benchmarks.harness import timing
 from flashmhf import quantize
+from flashmhf.nn import multihead
 from flashmhf.ops import layer
 
 TOKENS, D_MODEL, HEADS = 20, 32, 2
@@ -194,6 +196,90 @@ def test_a_compiled_module_notices_what_pytorchs_own_do(change, make, fresh_dyna
         with AROUND.get(change, contextlib.nullcontext)():
             torch.testing.assert_close(compiled(x), module(x))
             assert change == "replaced projection" or not torch.equal(compiled(x), before)
+
+
+# Patches of classes: each changes what the training step's parts compute
+
+
+def of_class(owner: type, name: str) -> tuple[type, str, Callable]:
+    usual = getattr(owner, name)
+    return owner, name, lambda self, x: 2 * usual(self, x)
+
+
+def called_twice(owner: type, name: str) -> tuple[type, str, Callable]:
+    usual = getattr(owner, name)
+    return owner, name, lambda self, *args, **kwargs: usual(self, *args, **kwargs) * (1 + isinstance(self, nn.Linear))
+
+
+CLASSES = [
+    of_class(multihead.HeadRMSNorm, "forward"),
+    of_class(nn.Linear, "forward"),
+    *(of_class(flashmhf.FlashMHF, name) for name in ("split_heads", "normalise", "query", "_heads", "join_heads")),
+    of_class(multihead.GroupedHeads, "normalise"),
+    of_class(multihead.MultiHead, "join_heads"),
+    of_class(multihead.Heads, "split_heads"),
+    called_twice(nn.Module, "__call__"),
+    called_twice(nn.Module, "_call_impl"),
+    (flashmhf.FlashMHF, "router_eps", property(lambda self: 0.5)),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("owner", "name", "other"), CLASSES, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_a_patched_class_counts_in_training_and_at_inference(monkeypatch, owner, name, other, compiled, fresh_dynamo):
+    module, served = make(torch.float32, q_norm=True), make_fp8(q_norm=True)
+    x = tokens_of(module, 8)
+    with torch.no_grad():
+        before = module(x), served(x)
+        monkeypatch.setattr(owner, name, other, raising=False)
+        call = torch.compile(module, backend="eager") if compiled else module
+        after = call(x), served(x)
+    with torch.enable_grad():
+        trained = module(x)
+    torch.testing.assert_close(after[0], trained.detach())
+    assert not torch.allclose(after[0], before[0])
+    changes_fp8 = issubclass(quantize.Fp8FlashMHF, owner) or owner in (nn.Linear, multihead.HeadRMSNorm)
+    assert torch.equal(after[1], before[1]) != changes_fp8
+
+
+PATCHED_BEFORE = """
+import sys, torch
+def patch():
+    if sys.argv[2] == "functional":
+        usual, torch.nn.functional.linear = torch.nn.functional.linear, lambda *args: 2 * usual(*args)
+    else:
+        owner = torch.nn.Linear if sys.argv[2] == "forward" else torch.nn.Module
+        usual = getattr(owner, sys.argv[2])
+        def other(self, *args):
+            return usual(self, *args) * (1 + isinstance(self, torch.nn.Linear))
+        setattr(owner, sys.argv[2], other)
+if sys.argv[1] == "before": patch()
+import flashmhf
+torch.manual_seed(0)
+module = flashmhf.FlashMHF(32, 2, 2, 16)
+served = flashmhf.quantize.to_fp8(module)
+if sys.argv[1] == "after": patch()
+x = torch.randn(4, 32)
+trained = module(x)
+with torch.no_grad():
+    assert torch.equal(module(x), trained)
+    assert (served(x) - trained).norm() < 0.1 * trained.norm()
+"""
+
+
+@pytest.mark.parametrize("what", ["forward", "__call__", "functional"])
+def test_a_patch_counts_before_and_after_the_import(what):
+    for when in ("before", "after"):
+        run_python("-c", PATCHED_BEFORE, when, what)
+
+
+def test_a_property_of_a_subclass_counts():
+    module = make()
+    x = tokens_of(module, 8)
+    module.__class__ = type("Halved", (flashmhf.FlashMHF,), {"k": property(lambda self: self._parameters["k"] / 2)})
+    trained = module(x)
+    with torch.no_grad():
+        assert torch.equal(module(x), trained)
 
 
 def test_vmap_of_the_operator():
