@@ -53,9 +53,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, object]:
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--suite", choices=SUITES)
     known, _ = first.parse_known_args(arguments)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="benchmarks.run"
-    )
+    shown = {"formatter_class": argparse.RawDescriptionHelpFormatter, "prog": "benchmarks.run"}
+    parser = argparse.ArgumentParser(description=__doc__, **shown)
     add = parser.add_argument
     add("--suite", choices=SUITES, required=True)
     add("--out", type=pathlib.Path, metavar="PREFIX", help="write PREFIX_DEVICE.json and PREFIX_DEVICE.md")
@@ -93,12 +92,10 @@ def make_context(options: argparse.Namespace):
 
 
 def new_record(options: argparse.Namespace) -> dict:
-    from .harness import environment
+    from .harness.environment import describe
 
     settings = {name: getattr(options, name) for name in ("dtype", "rounds", "window", "parts", "memory")}
-    return {
-        "suite": options.suite, "environment": environment.describe(options.device), "settings": settings, "rows": [],
-    }  # fmt: skip
+    return {"suite": options.suite, "environment": describe(options.device), "settings": settings, "rows": []}
 
 
 def measure(options: argparse.Namespace, arguments: list[str], suite, save: Callable[[dict], None]) -> dict:

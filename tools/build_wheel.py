@@ -68,16 +68,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--library", type=Path, help="a libflashmhf_hopper.so that was compiled before")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="default: dist")
-    parser.add_argument(
-        "--machine", default=platform.machine(), help="the library's: x86_64 or aarch64 (default: this one)"
-    )
+    parser.add_argument("--machine", default=platform.machine(), help="the library's: x86_64 or aarch64 (this one)")
     options = parser.parse_args(arguments)
     if options.library and not options.library.is_file():
         parser.error(f"--library {options.library}: there is no such file")
     if options.machine != platform.machine() and not options.library:
-        parser.error(
-            f"--machine {options.machine} needs --library: a library for another machine is compiled with CMake first"
-        )
+        parser.error(f"--machine {options.machine} needs --library, which CMake compiles for another machine first")
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         print(repair(build(Path(scratch), options.library, options.machine), options.out, options.machine))

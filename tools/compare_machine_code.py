@@ -68,9 +68,10 @@ def kernels(library: str) -> dict[str, str]:
     return {name: "\n".join(code) for name, code in found.items()}
 
 
-def compare(
-    old: dict[str, str], new: dict[str, str]
-) -> tuple[list[tuple[str, str]], list[tuple[str, str]], list[str], list[str]]:
+Pairs = list[tuple[str, str]]
+
+
+def compare(old: dict[str, str], new: dict[str, str]) -> tuple[Pairs, Pairs, list[str], list[str]]:
     """Pairs of equal kernels, pairs of one name that differ, names that only `old` has, names that only `new` has."""
     equal = [(name, name) for name in new if old.get(name) == new[name]]
     old_left = [name for name in old if old.get(name) != new.get(name)]
@@ -83,10 +84,8 @@ def compare(
             new_left.remove(name)
             equal.append((candidates[0], name))
     different = [(name, name) for name in new_left if name in old_left]
-    return (
-        equal, different, [name for name in old_left if name not in new],
-        [name for name in new_left if name not in old],
-    )  # fmt: skip
+    alone = ([name for name in left if name not in other] for left, other in ((old_left, new), (new_left, old)))
+    return equal, different, *alone
 
 
 def main(arguments: list[str] | None = None) -> int:

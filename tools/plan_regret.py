@@ -32,18 +32,15 @@ def measure(harness: str, shape: tuple[int, ...], kind: str) -> dict:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
     plans = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     taken, best = plans[0]["us"], min(plans, key=lambda plan: plan["us"])
-    return {
-        "format": kind, **sizes, "taken_us": taken, "regret": round(taken / best["us"], 3), "best": best,
-        "plans": plans,
-    }  # fmt: skip
+    regret = {"taken_us": taken, "regret": round(taken / best["us"], 3), "best": best}
+    return {"format": kind, **sizes, **regret, "plans": plans}
 
 
 def main(harness: str, out: str) -> int:
     try:
         records = [measure(harness, shape, kind) for kind in ("f16", "e4m3") for shape in SHAPES]
-        gpu = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
-        ).stdout.strip()
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        gpu = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     except (OSError, RuntimeError) as error:
         print(f"plan_regret: {error}", file=sys.stderr)
         return 2
@@ -54,9 +51,8 @@ def main(harness: str, out: str) -> int:
     above = [record for record in records if record["regret"] > LIMIT]
     for record in above:
         print({name: value for name, value in record.items() if name != "plans"})
-    print(
-        f"{len(records)} shapes, {len(above)} with a regret above {LIMIT}, largest {max(r['regret'] for r in records)}"
-    )
+    largest = max(record["regret"] for record in records)
+    print(f"{len(records)} shapes, {len(above)} with a regret above {LIMIT}, largest {largest}")
     return 1 if above else 0
 
 

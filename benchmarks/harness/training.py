@@ -17,6 +17,7 @@ from flashmhf.models import FlashMHFConfig, FlashMHFForCausalLM
 from flashmhf.models.presets import preset
 from flashmhf.nn import param_groups
 from flashmhf_recipes.flops import peak_flops, training_flops_per_token
+from flashmhf_recipes.fused_loss import apply as apply_fused_loss
 from flashmhf_recipes.layout import Layout
 
 from . import timing
@@ -114,9 +115,7 @@ class Training:
         self.flops = training_flops_per_token(self.model, length)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         if fused_loss:
-            from flashmhf_recipes import fused_loss as fused
-
-            fused.apply(self.model)
+            apply_fused_loss(self.model)
         if layout.sharded:
             layout.shard(self.model, device.type, compiled)
         elif compiled:
@@ -172,10 +171,8 @@ def batches(vocabulary: int, sequences: int, length: int, steps: int) -> Iterato
     generator = torch.Generator().manual_seed(1)
     frequencies = 1 / torch.arange(1, vocabulary + 1, dtype=torch.float64)
     for _ in range(steps):
-        half = torch.multinomial(frequencies, sequences * length // 2, replacement=True, generator=generator).view(
-            sequences, -1
-        )
-        yield torch.cat([half, half], 1)
+        words = torch.multinomial(frequencies, sequences * length // 2, replacement=True, generator=generator)
+        yield words.view(sequences, -1).repeat(1, 2)
 
 
 def open_communication(training: Training, batch: torch.Tensor) -> dict[str, float]:

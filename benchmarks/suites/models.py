@@ -196,7 +196,7 @@ class TrainCell:
         settings = {"length": self.length, "compiled": self.compiled, "fused_loss": self.fused_loss}
         config = trainable(self.network, self.scale, self.length)
         training = Training(config, context.device, **settings, checkpointing=CHECKPOINTED[self.checkpointed])
-        return {"status": "ok"} | training.measure(self.batch, self.steps)
+        return {"status": "ok", "fused_loss": self.fused_loss} | training.measure(self.batch, self.steps)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
