@@ -96,9 +96,9 @@ def _table(header: list[str], lines: list[list[str]]) -> str:
 
 
 def _speed_on_an_h100(row: Row, found: list[Row]) -> float:
-    """Tokens per second, the mean over the runs of this model at any learning rate, which leaves the speed alone."""
-    rate = {"learning_rate": None}
-    same = (each for each in found if each.configuration | rate == row.configuration | rate)
+    """Tokens per second, the mean over the runs of this model at any rate and of any length, which leave it alone."""
+    free = {"learning_rate": None, "size": None, "steps": None}
+    same = (each for each in found if each.configuration | free == row.configuration | free)
     records = (record for each in same for record in each.records if "H100" in record["device"])
     return statistics.mean(record["tokens_per_second"] for record in records if record["tokens_per_second"])
 
@@ -152,7 +152,7 @@ def long_block(found: list[Row]) -> str:
     networks: dict[tuple[str, str], list[Row]] = {}
     for row in (row for row in found if row.is_long):
         name = network(row) + ", AdamW" * (row.configuration["optimizer"] == "adamw")
-        networks.setdefault((row.configuration["size"].partition(",")[0], name), []).append(row)
+        networks.setdefault((row.title, name), []).append(row)
     lines = []
     for (size, name), of_network in networks.items():
         best_row, *others = sorted(of_network, key=most_seeds_then_lowest)
@@ -160,7 +160,7 @@ def long_block(found: list[Row]) -> str:
         cells = [size, name, _rate(best_row), f"{best_row.mean:.3f}", tried, str(len(best_row.losses))]
         speeds = _speeds(record for row in of_network for record in row.records)
         lines.append([*cells, speeds, f"{best_row.records[0]['peak_memory'] / 2**30:.1f}"])
-    header = ["size", "network", "best setting (learning rate)", "loss", "other settings: loss", "seeds"]
+    header = ["size, tokens", "network", "best setting (learning rate)", "loss", "other settings: loss", "seeds"]
     return _table([*header, "million tokens/s", "memory, GiB"], lines)
 
 
