@@ -151,8 +151,8 @@ std::string describe(const Shape &shape, const BackwardPlan &plan, const Backwar
         text, sizeof text,
         "kernels %s, groups %d, items %d of which %d whole and the others in %d parts, %spairs, token tiles %lld, workspace %.1f MB, "
         "%.1f us",
-        kernels_names[static_cast<int>(plan.kernels)], plan.groups.count, first.items, first.whole, first.parts, first.may_pair ? "" : "no ",
-        static_cast<long long>(shape.batch * shape.group * first.row_tiles), plan.workspace() * 4e-6,
+        kernels_names[static_cast<int>(plan.kernels)], plan.groups.count, first.items, first.whole, first.parts,
+        first.may_pair ? "" : "no ", static_cast<long long>(shape.batch * shape.group * first.row_tiles), plan.workspace() * 4e-6,
         plan.time * cost.tile_us * shape.head_dim);
     return text;
 }

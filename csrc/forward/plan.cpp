@@ -171,7 +171,8 @@ void add_candidates(std::vector<Candidate> &all, const Call &call, int consumers
     const int64_t rest = s.rest == 0 ? 0 : split ? span_tiles(s.rest, inter_tiles, s.splits) : inter_tiles;
     // Without whole waves the spans are counted as dealt to all SMs: how pairs and blocks side by side round them is not what decides
     // against slices.
-    const int64_t products = split && s.waves == 0 ? span_tiles(single * heads, inter_tiles, device.sms()) : int64_t{s.waves} * inter_tiles + rest;
+    const int64_t products =
+        split && s.waves == 0 ? span_tiles(single * heads, inter_tiles, device.sms()) : int64_t{s.waves} * inter_tiles + rest;
     const double adding = split ? cost.adding_tiles(shape.head_dim, s.waves > 0 ? 0 : shape.subnets) : 0;
     all.push_back({bundle, taken, row_ctas, blocks, s, stream, products * tile, 0, adding});
 }

@@ -32,10 +32,12 @@ ForwardChoice choice_of(const Arguments &options) {
 void print_plan(const ForwardPlan &plan) {
     const ForwardSchedule &schedule = plan.schedule;
     std::printf(
-        "division %s, row tiles of a CTA %d, heads of a row tile %d, blocks of a head side by side %d, clusters %d of %d CTAs, slices %d, waves %d, "
+        "division %s, row tiles of a CTA %d, heads of a row tile %d, blocks of a head side by side %d, clusters %d of %d CTAs, slices %d, "
+        "waves %d, "
         "inter tiles %d, items %d split over %d clusters, %.1f MB of partial sums, added by %s\n",
-        division_names[static_cast<int>(schedule.division())], plan.consumers, plan.bundle, schedule.abreast, schedule.clusters * schedule.abreast, plan.cluster_size, schedule.slices,
-        schedule.waves, schedule.inter_tiles, schedule.rest * schedule.abreast, schedule.splits * schedule.abreast, plan.partials * 4e-6,
+        division_names[static_cast<int>(schedule.division())], plan.consumers, plan.bundle, schedule.abreast,
+        schedule.clusters * schedule.abreast, plan.cluster_size, schedule.slices, schedule.waves, schedule.inter_tiles,
+        schedule.rest * schedule.abreast, schedule.splits * schedule.abreast, plan.partials * 4e-6,
         plan.flags      ? "forward"
         : plan.partials ? "combine"
                         : "nobody");
