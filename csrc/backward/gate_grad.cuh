@@ -7,16 +7,8 @@
 
 namespace flashmhf {
 
-// Factors of the router's small products as two bf16 terms, whatever T is: dP has fp32's range. The remainder is below 2^-17.
-struct SplitPair {
-    kittens::bf16_2 high, low;
-    __device__ __forceinline__ SplitPair(float2 x) {
-        using to = kittens::base_types::convertor<kittens::bf16_2, float2>;
-        high = to::convert(x);
-        const float2 back = kittens::base_types::convertor<float2, kittens::bf16_2>::convert(high);
-        low = to::convert({x.x - back.x, x.y - back.y});
-    }
-};
+// Factors of the router's small products, in bf16 whatever T is: dP has fp32's range. The remainder is below 2^-17.
+using RouterPair = SplitPair<kittens::bf16_2>;
 
 // Shared memory of flashmhf_gate_grad: what all warps read, and what each has for its own 16 rows.
 template <int d_h, typename T> struct GateGradShared {
@@ -34,7 +26,7 @@ __device__ __forceinline__ void stage_w(GateGradShared<d_h, T> &shared, const Ro
         const int l = i % 32, j = i / 32 % (d_h / 8), s = i / 32 / (d_h / 8), e = first + 16 * s + l % 4 * 2;
         const int64_t at = (static_cast<int64_t>(head) * d_h + 8 * j + l / 4) * p.subnets;
         auto load = [&](int e) { return e < p.subnets ? load_real<T>(p.w, at + e, p.w_is_float) : 0.f; };
-        const SplitPair k0({load(e), load(e + 1)}), k8({load(e + 8), load(e + 9)});
+        const RouterPair k0({load(e), load(e + 1)}), k8({load(e + 8), load(e + 9)});
         shared.w[s][j][l] = {bits(k0.high), bits(k8.high), bits(k0.low), bits(k8.low)};
     }
 }
@@ -107,7 +99,7 @@ template <int chunk> struct GateGradRows {
                         const float x = r[s][half][i];
                         return sum[half] > 0.f ? (dr[s][half][i] - (half ? dot.y : dot.x)) * x * (1.f - x * sum[half]) : 0.f;
                     };
-                    const SplitPair x({element(2 * pair), element(2 * pair + 1)});
+                    const RouterPair x({element(2 * pair), element(2 * pair + 1)});
                     dp.high[s][2 * pair + half] = x.high;
                     dp.low[s][2 * pair + half] = x.low;
                 }
@@ -154,7 +146,7 @@ __device__ __forceinline__ void add_weight_grad(float (&dw)[d_h / 16][blocks][4]
         for (int i = 0; i < 4; ++i) {
             if constexpr (exact) q_high[i] = q[i];
             else {
-                const SplitPair x(kittens::base_types::convertor<float2, kittens::half_2>::convert(q[i]));
+                const RouterPair x(kittens::base_types::convertor<float2, kittens::half_2>::convert(q[i]));
                 q_high[i] = x.high;
                 q_low[i] = x.low;
             }

@@ -28,8 +28,6 @@ struct RouterTile : TokenTile {
 template <int d_h, typename T>
 __global__ void __launch_bounds__(row_tile_threads, d_h > 128 ? 3 : 5) flashmhf_gate_rows(const __grid_constant__ RouterParams p) {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
-    using to = kittens::base_types::convertor<T2, float2>;
-    using from = kittens::base_types::convertor<float2, T2>;
     constexpr int chunk = gate_chunk_columns, blocks = chunk / 8, steps = d_h / 16;
     __shared__ uint4 fragments[blocks][steps][32];  // B fragments of W: two words of its rounding, and two of what that leaves of an fp32 W
     const int head = blockIdx.y, thread = threadIdx.x, lane = thread % 32, g = lane / 4, t = lane % 4, row = thread / 32 * 16 + g;
@@ -48,11 +46,9 @@ __global__ void __launch_bounds__(row_tile_threads, d_h > 128 ? 3 : 5) flashmhf_
             if (e < p.subnets)
 #pragma unroll
                 for (int n = 0; n < 4; ++n) w[n] = load_real<T>(p.w, at + n * p.subnets, p.w_is_float);
-            const T2 high[2] = {to::convert({w[0], w[1]}), to::convert({w[2], w[3]})};
-            const float2 back[2] = {from::convert(high[0]), from::convert(high[1])};
-            const T2 low[2] = {to::convert({w[0] - back[0].x, w[1] - back[0].y}), to::convert({w[2] - back[1].x, w[3] - back[1].y})};
+            const SplitPair<T2> first_two({w[0], w[1]}), last_two({w[2], w[3]});
             auto bits = [](const T2 &x) { return reinterpret_cast<const uint32_t &>(x); };
-            fragments[i / 32 / steps][j][l] = {bits(high[0]), bits(high[1]), bits(low[0]), bits(low[1])};
+            fragments[i / 32 / steps][j][l] = {bits(first_two.high), bits(last_two.high), bits(first_two.low), bits(last_two.low)};
         }
         __syncthreads();
     };

@@ -28,6 +28,16 @@ __device__ __forceinline__ float2 quad_sum(float2 v) {
     }
     return v;
 }
+// A pair of factors as two 16-bit terms each: its rounding, and that of what it leaves.
+template <typename T2> struct SplitPair {
+    T2 high, low;
+    __device__ __forceinline__ SplitPair(float2 x) {
+        using to = kittens::base_types::convertor<T2, float2>;
+        high = to::convert(x);
+        const float2 back = kittens::base_types::convertor<float2, T2>::convert(high);
+        low = to::convert({x.x - back.x, x.y - back.y});
+    }
+};
 __device__ __forceinline__ void add(float4 &sum, float4 x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
 
 }  // namespace flashmhf

@@ -20,6 +20,10 @@ template <int d_h> struct FloatSliceSums {
     }
 };
 
+struct NoExchange {  // where nothing is divided into slices
+    __device__ __forceinline__ NoExchange(auto &...) {}
+};
+
 template <int d_h, typename T, Division division>
 struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, ForwardPolicy<d_h>::slots> {
     using P = ForwardPolicy<d_h>;
@@ -27,9 +31,9 @@ struct ForwardConsumer : ItemStream<ForwardShared<d_h, T>, ForwardParams, Forwar
     using Stream = ItemStream<Shared, ForwardParams, P::slots>;
     using warpgroup = kittens::warpgroup;
     using T2 = typename kittens::base_types::packing<T>::packed_type;
-    using Exchange = SliceExchange<d_h, T, FloatSliceSums<d_h>, Shared>;
 
     static constexpr bool gathers = division == Division::gathers, slices = division == Division::slices;
+    using Exchange = std::conditional_t<slices, SliceExchange<d_h, T, FloatSliceSums<d_h>, Shared>, NoExchange>;
     static constexpr bool adds_behind_waves = division == Division::waves && P::may_add_parts;
     using Activation = typename P::Activation;
     // What Q is divided by in registers, which is exact in bf16, and saves a multiplication for each element of M.
