@@ -16,29 +16,53 @@ namespace {
 
 using namespace flashmhf;
 
-// Shared memory and registers of an instance; `which`: what tells it from others of the head dimension.
-template <typename P, typename... Which> py::dict policy(int head_dim, Which &&...which) {
-    return py::dict("head_dim"_a = head_dim, "shared_memory"_a = P::shared_memory, "launch_registers"_a = P::launch_registers,
-                    std::forward<Which>(which)...);
+// The numbers of an instance by their names in its policy; `which`: what tells it from others of the head dimension.
+using Numbers = std::initializer_list<std::pair<const char *, int>>;
+#define FLASHMHF_NUMBER(name) {#name, P::name}
+template <typename P> void add(py::list &all, const char *kernel, int head_dim, const Numbers &which, const Numbers &own) {
+    py::dict policy("kernel"_a = kernel, "head_dim"_a = head_dim);
+    const Numbers shared = {FLASHMHF_NUMBER(shared_memory), FLASHMHF_NUMBER(launch_registers), FLASHMHF_NUMBER(row_tile_bytes)};
+    for (const Numbers *numbers : {&which, &shared, &own})
+        for (const auto &[name, value] : *numbers) policy[name] = value;
+    all.append(policy);
+}
+template <typename P> void add_forward(py::list &all, const char *kernel, int head_dim, const Numbers &which) {
+    add<P>(all, kernel, head_dim, which,
+           {FLASHMHF_NUMBER(consumers), FLASHMHF_NUMBER(slots), FLASHMHF_NUMBER(slot_bytes), FLASHMHF_NUMBER(gate_bytes),
+            FLASHMHF_NUMBER(router_bytes), FLASHMHF_NUMBER(producer_registers), FLASHMHF_NUMBER(consumer_registers)});
+}
+template <typename P> void add_inter(py::list &all, int head_dim, int outputs) {
+    add<P>(all, "backward_inter", head_dim, {{"outputs", outputs}},
+           {FLASHMHF_NUMBER(query), FLASHMHF_NUMBER(keys), FLASHMHF_NUMBER(values), FLASHMHF_NUMBER(s_warpgroups),
+            FLASHMHF_NUMBER(w_warpgroups), FLASHMHF_NUMBER(loader_registers), FLASHMHF_NUMBER(s_registers), FLASHMHF_NUMBER(w_registers),
+            FLASHMHF_NUMBER(q_stages), FLASHMHF_NUMBER(g_stages), FLASHMHF_NUMBER(reloaded_blocks)});
 }
 // Of every kernel whose warpgroups trade registers.
 py::list policies() {
     py::list all;
-    ForwardHeadDims::each([&]<int d_h>() { all.append(policy<ForwardPolicy<d_h>>(d_h, "kernel"_a = "forward")); });
+    ForwardHeadDims::each([&]<int d_h>() {
+        using P = ForwardPolicy<d_h>;
+        add_forward<P>(all, "forward", d_h, {FLASHMHF_NUMBER(q_in_registers)});
+    });
     ForwardFp8HeadDims::each([&]<int d_h>() {
-        all.append(policy<ForwardFp8Policy<d_h, false>>(d_h, "kernel"_a = "forward_fp8", "few_rows"_a = false));
-        all.append(policy<ForwardFp8Policy<d_h, true>>(d_h, "kernel"_a = "forward_fp8", "few_rows"_a = true));
+        auto instance = [&]<bool few_rows>() {
+            using P = ForwardFp8Policy<d_h, few_rows>;
+            add_forward<P>(all, "forward_fp8", d_h, {{"few_rows", few_rows}, FLASHMHF_NUMBER(chunk_inter)});
+        };
+        instance.template operator()<false>(), instance.template operator()<true>();
     });
     BackwardHeadDims::each([&]<int d_h>() {
-        auto inter = [&]<int outputs>() {
-            all.append(policy<InterPolicy<d_h, outputs>>(d_h, "kernel"_a = "backward_inter", "outputs"_a = outputs));
-        };
-        all.append(policy<TokenPolicy<d_h>>(d_h, "kernel"_a = "backward_token"));
+        using P = TokenPolicy<d_h>;
+        add<P>(all, "backward_token", d_h, {},
+               {FLASHMHF_NUMBER(consumers), FLASHMHF_NUMBER(inter), FLASHMHF_NUMBER(stages), FLASHMHF_NUMBER(loader_registers),
+                FLASHMHF_NUMBER(consumer_registers)});
+        auto inter = [&]<int outputs>() { add_inter<InterPolicy<d_h, outputs>>(all, d_h, outputs); };
         if constexpr (d_h <= widest_fused) inter.template operator()<all_grads>(), inter.template operator()<weight_grads>();
         else inter.template operator()<key_grads>(), inter.template operator()<value_grad>();
     });
     return all;
 }
+#undef FLASHMHF_NUMBER
 
 using Clusters = std::array<int, max_slices>;
 constexpr Clusters h200_clusters{132, 66, 39, 30, 22, 17, 15, 15};
@@ -117,7 +141,8 @@ py::dict head_groups(int64_t batch, int64_t length, int heads, int head_dim, int
 
 py::dict plan_of_projection(int64_t tokens, int64_t features, const Clusters &clusters) {
     const ProjectPlan plan = plan_project(tokens, features, {clusters});
-    return py::dict("warpgroups"_a = plan.warpgroups, "max_tokens"_a = plan.max_tokens, "cluster"_a = plan.cluster,
+    const ProjectTile &tile = project_tiles[plan.tile];
+    return py::dict("warpgroups"_a = tile.warpgroups, "max_tokens"_a = tile.max_tokens, "cluster"_a = tile.cluster,
                     "blocks"_a = plan.blocks, "block_tokens"_a = plan.block_tokens, "box_tokens"_a = plan.box_tokens);
 }
 

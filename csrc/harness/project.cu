@@ -37,6 +37,7 @@ template <typename T> int run(const Arguments &options) {
     const Buffer<T> out(tokens * features);
     const Device device = describe_device();
     const ProjectPlan plan = plan_project(tokens, features, device);
+    const ProjectTile &tile = project_tiles[plan.tile];
     ProjectParams params{.x = x,
                          .w = w,
                          .bias = options.number("bias") ? static_cast<T *>(bias) : nullptr,
@@ -48,8 +49,8 @@ template <typename T> int run(const Arguments &options) {
                          .box_tokens = plan.box_tokens,
                          .x_stride = depth,
                          .weights_ready = options.number("weights_ready") != 0};
-    std::printf("features of a CTA %d, tokens of a CTA at most %d, CTAs of a cluster %d, blocks of %d tokens %d\n", 64 * plan.warpgroups,
-                plan.max_tokens, plan.cluster, plan.block_tokens, plan.blocks);
+    std::printf("features of a CTA %d, tokens of a CTA at most %d, CTAs of a cluster %d, blocks of %d tokens %d\n", 64 * tile.warpgroups,
+                tile.max_tokens, tile.cluster, plan.block_tokens, plan.blocks);
     check(cudaDeviceSynchronize());  // with weights_ready the kernel reads W at once
     auto once = [&] { return launch_project<bf16>(plan, params, nullptr); };
     measure(static_cast<int>(options.number("launches")), 2.0 * tokens * depth * features, once);

@@ -1,6 +1,9 @@
 // Definitions for launch.h; included by the instances only.
 #pragma once
 
+#include <iterator>
+#include <utility>
+
 #include <cuda_runtime.h>
 
 #include "common/driver.h"
@@ -27,28 +30,19 @@ template <typename P, typename T> cudaError_t launch_tiles(const ProjectParams &
                            stream, map_w, map_x, p);
 }
 
-// The policies that plan_project chooses from.
-template <typename...> struct Policies {};
-template <typename T, typename... P>
-cudaError_t launch_one_of(Policies<P...>, const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
-    cudaError_t error = cudaErrorInvalidValue;
-    auto matches = [&](auto policy) {
-        using Q = decltype(policy);
-        if (plan.warpgroups != Q::warpgroups || plan.max_tokens != Q::max_tokens || plan.cluster != Q::cluster) return false;
-        error = launch_tiles<Q, T>(p, plan.blocks, stream);
-        return true;
-    };
-    (matches(P{}) || ...);
-    return error;
+template <typename T, size_t... i>
+cudaError_t launch_planned(std::index_sequence<i...>, const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
+    static constexpr auto tiles = project_tiles;
+    constexpr cudaError_t (*launches[])(const ProjectParams &, int, cudaStream_t) = {
+        launch_tiles<ProjectPolicy<tiles[i].warpgroups, tiles[i].max_tokens, tiles[i].cluster>, T>...};
+    return launches[plan.tile](p, plan.blocks, stream);
 }
 
 }  // namespace
 
 template <bool bf16> cudaError_t launch_project(const ProjectPlan &plan, const ProjectParams &p, cudaStream_t stream) {
-    using P = Policies<ProjectPolicy<1, 16, 4>, ProjectPolicy<1, 32, 4>, ProjectPolicy<1, 64, 4>, ProjectPolicy<2, 96, 4>,
-                       ProjectPolicy<2, 128, 4>, ProjectPolicy<1, 48, 2>, ProjectPolicy<1, 64, 2>, ProjectPolicy<1, 96, 2>,
-                       ProjectPolicy<1, 128, 2>, ProjectPolicy<1, 192, 2>>;
-    return launch_one_of<std::conditional_t<bf16, kittens::bf16, kittens::half>>(P{}, plan, p, stream);
+    using T = std::conditional_t<bf16, kittens::bf16, kittens::half>;
+    return launch_planned<T>(std::make_index_sequence<std::size(project_tiles)>(), plan, p, stream);
 }
 
 }  // namespace flashmhf

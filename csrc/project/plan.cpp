@@ -1,7 +1,7 @@
 #include "project/plan.h"
 
 #include <algorithm>
-#include <initializer_list>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -13,10 +13,18 @@ namespace {
 // A threshold: with more clusters of 4 CTAs than this part of those that run at once cuBLAS is faster (24 of 30 on an H200).
 constexpr int64_t quads_of(const Device &device) { return device.clusters[3] * 4 / 5; }
 
-ProjectPlan in_blocks(int warpgroups, int max_tokens, int cluster, int64_t tokens) {
-    const int blocks = static_cast<int>(ceil_div(tokens, max_tokens));
+// By the tile of the fewest tokens that takes them in so many blocks, or in more by the largest.
+ProjectPlan in_blocks(int warpgroups, int cluster, int64_t tokens, int most = 1) {
+    int tile = -1;
+    for (int i = 0; i < static_cast<int>(std::size(project_tiles)); ++i) {
+        const ProjectTile &t = project_tiles[i];
+        if (t.warpgroups != warpgroups || t.cluster != cluster) continue;
+        tile = i;
+        if (tokens <= most * t.max_tokens) break;
+    }
+    const int blocks = static_cast<int>(ceil_div(tokens, project_tiles[tile].max_tokens));
     const int64_t block_tokens = 8 * ceil_div(tokens, 8 * blocks);
-    return {warpgroups, max_tokens, cluster, blocks, static_cast<int>(block_tokens), static_cast<int>(std::min(block_tokens, tokens))};
+    return {tile, blocks, static_cast<int>(block_tokens), static_cast<int>(std::min(block_tokens, tokens))};
 }
 
 // Two blocks of tokens for 64 features, in pairs that all run at once: twice as many CTAs as for 128 features in fours, and fewer sums to
@@ -32,14 +40,12 @@ bool takes_pairs(int64_t tokens, int64_t features, const Device &device) {
 // often, or half the tokens a CTA.
 ProjectPlan plan_project(int64_t tokens, int64_t features, const Device &device) {
     const ProjectPlan plan = [&] {
-        if (tokens <= 64) return in_blocks(1, tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64, 4, tokens);
-        if (tokens > 128 || takes_pairs(tokens, features, device))
-            for (const int most : {48, 64, 96, 128, 192})
-                if (tokens <= 2 * most) return in_blocks(1, most, 2, tokens);
-        return features % 128 != 0 ? in_blocks(1, 64, 4, tokens) : in_blocks(2, tokens <= 96 ? 96 : 128, 4, tokens);
+        if (tokens > 128 || takes_pairs(tokens, features, device)) return in_blocks(1, 2, tokens, 2);
+        return in_blocks(tokens <= 64 || features % 128 != 0 ? 1 : 2, 4, tokens);
     }();
-    if (device.clusters[plan.cluster - 1] == 0)
-        throw std::invalid_argument("the device runs no clusters of " + std::to_string(plan.cluster) + " CTAs, which the projection takes");
+    const int cluster = project_tiles[plan.tile].cluster;
+    if (device.clusters[cluster - 1] == 0)
+        throw std::invalid_argument("the device runs no clusters of " + std::to_string(cluster) + " CTAs, which the projection takes");
     return plan;
 }
 

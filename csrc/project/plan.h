@@ -22,10 +22,17 @@ struct ProjectParams {
     bool weights_ready;  // no kernel that may still run when this one starts writes w or bias: they are read at once
 };
 
+struct ProjectTile {
+    int warpgroups;  // of a CTA that compute, 64 features each
+    int max_tokens;  // of a CTA
+    int cluster;     // CTAs that divide k
+};
+// Those that have kernels; of equal warpgroups and clusters, those of fewer tokens come first.
+constexpr ProjectTile project_tiles[] = {{1, 16, 4}, {1, 32, 4}, {1, 64, 4}, {2, 96, 4},  {2, 128, 4},
+                                         {1, 48, 2}, {1, 64, 2}, {1, 96, 2}, {1, 128, 2}, {1, 192, 2}};
+
 struct ProjectPlan {
-    int warpgroups;    // of a CTA that compute, 64 features each
-    int max_tokens;    // of a CTA
-    int cluster;       // CTAs that divide k
+    int tile;          // in project_tiles
     int blocks;        // clusters along the tokens
     int block_tokens;  // that a CTA takes, a multiple of 8
     int box_tokens;    // that a copy of x brings: rows behind the last token, which TMA fills with zeros, take longer than others

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from processes import ROOT
+from processes import ROOT, script
 
 from flashmhf.backends import hopper
 
@@ -57,6 +57,24 @@ def test_a_number_that_the_kernels_cannot_take_stops_the_build(tmp_path, file, o
         assert done.returncode == 0, done.stderr
     else:
         assert done.returncode and re.search(f"static assertion failed: .*{says}", done.stderr), done.stderr
+
+
+def test_the_tables_of_the_readmes_are_those_of_the_policies():
+    policies, roofline = pytest.importorskip("flashmhf._plan").policies(), script("tools/roofline.py")
+    pages = roofline.pages(policies)
+    assert [path for path, (was, text) in pages.items() if was != text] == [], "python tools/roofline.py writes them"
+    changed = [p | {"slots": p["slots"] + 1, "q_stages": 9, "stages": 9} if "slots" in p else p for p in policies]
+    assert sum(was != text for was, text in roofline.pages(changed).values()) == 2
+
+
+def test_the_bounds_are_those_counted_by_hand():
+    """Of the fused backward, as its design was chosen by: 308 KB at d_h = 128, of which 96 are dQ's."""
+    policies, roofline = pytest.importorskip("flashmhf._plan").policies(), script("tools/roofline.py")
+    fused = {p["head_dim"]: roofline.inter(p) for p in policies if p.get("query")}
+    assert {d_h: line[1] for d_h, line in fused.items()} == {
+        64: "176 KB: **1,408**", 96: "240 KB: **1,920**", 128: "308 KB: **2,464**",
+    }  # fmt: skip
+    assert [line[0] for line in fused.values()] == ["1,024", "1,536", "2,048"]
 
 
 def test_python_offers_the_head_dimensions_of_each_direction():
