@@ -106,8 +106,8 @@ __device__ __forceinline__ void load_gates(Shared &shared, const BackwardParams 
                 const char *row = at + size * 32 * half * p.r.token_stride;
                 // load_real() written out: a call of it makes ptxas schedule the whole kernel differently.
                 if (tokens.token() + lane + 32 * half < p.length)
-                    r[half] = p.r_is_float ? __ldg(reinterpret_cast<const float *>(row))
-                                           : base_types::convertor<float, T>::convert(__ldg(reinterpret_cast<const T *>(row)));
+                    r[half] = p.r_is_float ? load_behind_wait(reinterpret_cast<const float *>(row))
+                                           : base_types::convertor<float, T>::convert(load_behind_wait(reinterpret_cast<const T *>(row)));
             }
         }
         wait(shared.q_empty[q.slot], q.phase ^ 1);

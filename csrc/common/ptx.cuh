@@ -83,11 +83,24 @@ __device__ __forceinline__ void wait_copied_words() { asm volatile("cp.async.wai
 // Prefetches the line that holds x to the L2. A hint: right even before griddepcontrol.wait.
 __device__ __forceinline__ void prefetch_line(const void *x) { asm volatile("prefetch.global.L2 [%0];" ::"l"(x) : "memory"); }
 
+// An element behind pdl::wait(), and kept behind it: __ldg of 16 bits is asm that the compiler may move above the wait. Through the
+// read-only cache; or from the L2, what a kernel may have written after it has signalled (rule 11 of csrc/README.md).
+enum class From { read_only, l2 };
+template <From from = From::read_only, typename X> __device__ __forceinline__ X load_behind_wait(const X *x) {
+    if constexpr (sizeof(X) == 4) {
+        static_assert(from == From::read_only);
+        return __ldg(x);  // volatile
+    } else {
+        uint16_t bits;
+        if constexpr (from == From::l2) asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(bits) : "l"(x) : "memory");
+        else asm volatile("ld.global.nc.b16 %0, [%1];" : "=h"(bits) : "l"(x));
+        return reinterpret_cast<const X &>(bits);
+    }
+}
 // An element of a tensor that is fp32 or of the element type T, whichever a launch says.
-// Through the read-only cache: nothing writes the tensor while the kernel runs.
 template <typename T> __device__ __forceinline__ float load_real(const void *x, int64_t at, bool is_float) {
-    return is_float ? __ldg(static_cast<const float *>(x) + at)
-                    : kittens::base_types::convertor<float, T>::convert(__ldg(static_cast<const T *>(x) + at));
+    return is_float ? load_behind_wait(static_cast<const float *>(x) + at)
+                    : kittens::base_types::convertor<float, T>::convert(load_behind_wait(static_cast<const T *>(x) + at));
 }
 template <typename T> __device__ __forceinline__ void store_real(void *x, int64_t at, bool is_float, float value) {
     if (is_float) static_cast<float *>(x)[at] = value;

@@ -12,7 +12,7 @@ namespace flashmhf {
 // How W is read, how many times 16 of its rows at once, and for how many times 8 sub-networks side by side.
 struct FromGlobal {
     static constexpr int batch = 4, chains = 1;
-    template <typename X> __device__ __forceinline__ static X load(const X *w) { return __ldg(w); }
+    template <typename X> __device__ __forceinline__ static X load(const X *w) { return load_behind_wait(w); }
 };
 struct FromShared {
     static constexpr int batch = 8, chains = 1;

@@ -15,13 +15,6 @@
 
 namespace flashmhf {
 
-// From the L2: this SM's L1 may hold data from before the wait that the kernel before has overwritten since.
-__device__ __forceinline__ uint16_t load_2_bytes(const void *p) {
-    uint16_t x;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x) : "l"(p) : "memory");
-    return x;
-}
-
 template <typename P, typename T> struct alignas(1024) ProjectShared {
     using W = kittens::st<T, 64, P::step>;
     using X = kittens::st<T, P::max_tokens, P::step>;
@@ -142,10 +135,9 @@ __global__ __launch_bounds__(P::threads) void flashmhf_project(const __grid_cons
     const int strip = warp / warps, column = feature + (rank * P::finished + strip) * 16 + lane / 4;
     float bias[2] = {0.f, 0.f};
     if (p.bias)
-        for (int i = 0; i < 2; ++i) {
-            const uint16_t bits = load_2_bytes(static_cast<const T *>(p.bias) + column + 8 * i);
-            bias[i] = kittens::base_types::convertor<float, T>::convert(reinterpret_cast<const T &>(bits));
-        }
+        for (int i = 0; i < 2; ++i)
+            bias[i] = kittens::base_types::convertor<float, T>::convert(
+                load_behind_wait<From::l2>(static_cast<const T *>(p.bias) + column + 8 * i));
     stamp(Stamp::project_sums_sent);
     kittens::wait(shared.parts_full, 0);
     stamp(Stamp::project_sums_full);

@@ -60,7 +60,7 @@ template <int d_h, typename T> struct Fp8Gate {
         const float2 before = {tile.scale[row], tile.scale[row + 8]};
         __syncwarp();
         const int at = item.head / p.bundles * p.subnets + first + lane;
-        uv = lane < chunk && first + lane < p.subnets ? __ldg(p.u_scales + at) * __ldg(p.v_scales + at) : 0.f;
+        uv = lane < chunk && first + lane < p.subnets ? load_behind_wait(p.u_scales + at) * load_behind_wait(p.v_scales + at) : 0.f;
         load(item, first, warpgroup, tile);
         const float2 norm = magnitude(tile, 0, min(chunk, p.subnets - first), {1.f / before.x, 1.f / before.y});
         const float2 factor = {1.f / (before.x * norm.x), 1.f / (before.y * norm.y)};

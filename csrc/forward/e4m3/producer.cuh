@@ -118,8 +118,9 @@ template <typename Format, Division division> struct RowsOfItemsFp8 : RowLoader<
         auto &p = this->p;
         const int lane = kittens::laneid(), e = subnet_of_lane(item), at = first_scale(item);
         if (lane < P::gate_chunk)
-            scales.uv[lane] = e >= 0 && e < p.subnets ? __ldg(p.u_scales + (at + e)) * __ldg(p.v_scales + (at + e)) : 0.f;
-        if (lane == P::gate_chunk) scales.k = __ldg(p.k_scales + at);
+            scales.uv[lane] =
+                e >= 0 && e < p.subnets ? load_behind_wait(p.u_scales + (at + e)) * load_behind_wait(p.v_scales + (at + e)) : 0.f;
+        if (lane == P::gate_chunk) scales.k = load_behind_wait(p.k_scales + at);
     }
 };
 

@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_gate(const ForwardParams &p, const Item &it
             float values[batch];
 #pragma unroll
             for (int j = 0; j < batch; ++j, r += step * p.gate.token)
-                values[j] = row + j * step < tokens ? static_cast<float>(__ldg(r)) : 0.f;
+                values[j] = row + j * step < tokens ? static_cast<float>(load_behind_wait(r)) : 0.f;
 #pragma unroll
             for (int j = 0; j < batch; ++j) dst.at(row + j * step, e) = values[j];
         }
