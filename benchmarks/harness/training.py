@@ -94,7 +94,7 @@ class Recomputed(nn.Module):
 class Training:
     """The training of a model on this process's device alone or over all processes.
 
-    checkpointing: True for whole blocks, "networks" for their feed-forward networks alone.
+    checkpointing: True for whole blocks, "networks" for their feed-forward networks alone, "q" for Q of FlashMHF alone.
     fused_loss: liger-kernel's, which never holds all logits.
     """
 
@@ -110,6 +110,9 @@ class Training:
         if checkpointing == "networks":
             for block in self.model.model.layers:
                 block.mlp = Recomputed(block.mlp)
+        elif checkpointing == "q":
+            for block in self.model.model.layers:
+                block.mlp.recompute_q = True
         elif checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.flops = training_flops_per_token(self.model, length)

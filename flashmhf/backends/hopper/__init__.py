@@ -131,7 +131,7 @@ def reads(q: Tensor, r: Gate, **weights: Tensor) -> bool:
     """Return whether :func:`check_layout` raises nothing for fakes; False if sizes are known at run time alone."""
     try:
         check_layout(q, r, **weights)
-    except (ValueError, torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode):
+    except (ValueError, torch_private.find("torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode", ())):
         return False
     return True
 

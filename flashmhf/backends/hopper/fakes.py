@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import torch_private
+
 
 def _forward(q: Tensor, *_: Any) -> Tensor:
     return q.new_empty(q.shape)
@@ -36,5 +38,9 @@ FAKES = {
 @functools.cache
 def register() -> None:
     """Register them with PyTorch, which takes them once, after the library that has the operators is loaded."""
-    for name, fake in FAKES.items():
-        torch.library.register_fake(f"flashmhf_hopper::{name}", fake)
+
+    def registration() -> None:
+        for name, fake in FAKES.items():
+            torch.library.register_fake(f"flashmhf_hopper::{name}", fake)
+
+    torch_private.register("the C++ operators in compiled graphs", registration)
