@@ -95,6 +95,8 @@ def add_options(parser: argparse.ArgumentParser, owner: type, kinds: dict[str, A
     """Add a flag for every field with ``help`` in its metadata, which may hold ``group``, ``flag`` and ``metavar``."""
     for entry in (entry for entry in fields(owner) if "help" in entry.metadata):
         kind = kinds[entry.name]
+        if isinstance(kind, types.UnionType):
+            kind = typing.get_args(kind)[0]  # of X | None
         args = typing.get_args(kind)
         if "group" in entry.metadata:
             group = parser.add_argument_group(entry.metadata["group"])

@@ -11,9 +11,9 @@ import shlex
 import signal
 import sys
 import time
+import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from .arguments import Parser, add_options, chosen_device, one_path, parsed, positive_integer
 from .errors import OptionError, TrainingError
@@ -79,6 +79,10 @@ def _status(arguments: list[str]) -> int:
         if isinstance(error, RuntimeError) and not own:
             raise
         message = str(error)
+    except Exception as error:  # of another library's own type, as of reports, hubs, data formats and templates
+        if (library := type(error).__module__.partition(".")[0]) in ("builtins", "torch", "flashmhf"):
+            raise  # a fault of ours, or in a kernel
+        message = f"{library}: {type(error).__name__}: {error}"
     print(f"flashmhf: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
@@ -196,14 +200,14 @@ def _train(parser: Parser, arguments: list[str]) -> int:
     from flashmhf.models.presets import SCALES
 
     from . import training
-    from .options import option_types, setting_types
+    from .options import setting_types
 
     form = "  {:>5}  {d_model:>7,}  {vocabulary:>10,}  {context:>6,}  {batch:>5}  {steps:>7,}  {learning_rate:>13g}"
     rows = (form.format(name, **vars(scale)) for name, scale in SCALES.items())
     parser.epilog = EXAMPLES.format(ffns=", ".join(FFN_TYPES), scales="\n".join(rows))
     parser.add_argument("--output", required=True, metavar="DIR", help="directory of the run")
     parser.add_argument("--resume", action="store_true", help="continue the run; takes --steps, --tp and --dp-shard")
-    add_options(parser, training.Options, option_types())
+    add_options(parser, training.Options, typing.get_type_hints(training.Options))
     given = vars(parser.parse_args(arguments))
     output, resumed = given.pop("output"), given.pop("resume")
     logging.disable_progress_bar()
@@ -215,7 +219,7 @@ def _train(parser: Parser, arguments: list[str]) -> int:
         else:
             for name, kinds in (("model", {}), ("arguments", setting_types())):
                 if name in given:
-                    given[name] = {key: parsed(text, kinds.get(key, Any)) for key, text in given[name]}
+                    given[name] = {key: parsed(text, kinds.get(key, typing.Any)) for key, text in given[name]}
             result = training.start(training.Options(output, **given))
     except KeyboardInterrupt as stopped:
         if (Path(one_path(output)) / training.RUN).exists():

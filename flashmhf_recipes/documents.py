@@ -17,9 +17,11 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # of text formats
 _UNPAIRED_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can write it ("\\ud800"), and no tokenizer takes it
 
 
-def find_files(paths: Iterable[str | Path]) -> tuple[list[Path], Counter]:
+def find_files(paths: str | Path | Iterable[str | Path]) -> tuple[list[Path], Counter]:
     """Return the files named and those below directories, each once, and counts of the rest. Raises DataError."""
     files, left_out = [], Counter()
+    if isinstance(paths, str | os.PathLike):
+        paths = [paths]
     for path in (Path(os.path.expanduser(path)) for path in paths):
         below = list(_below(path, left_out)) if path.is_dir() else [path] if reader(path) else []
         if not path.exists():

@@ -127,7 +127,7 @@ def _lm_eval(what: str) -> Iterator[None]:
 
 
 def task_scores(
-    model: PreTrainedModel, tokenizer, tasks: Iterable[str] = PAPER_TASKS, *, include_path: str | None = None,
+    model: PreTrainedModel, tokenizer, tasks: str | Iterable[str] = PAPER_TASKS, *, include_path: str | None = None,
     batch: int = 16,
 ) -> tuple[dict[str, dict[str, float]], float | None]:  # fmt: skip
     """Return the metrics of lm-eval's and local tasks, and the mean accuracy, None for fewer than two; a tag stands for
@@ -135,7 +135,7 @@ def task_scores(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    manager = task_manager(tasks := tuple(tasks), include_path)
+    manager = task_manager(tasks := (tasks,) if isinstance(tasks, str) else tuple(tasks), include_path)
     tags = {task: manager.task_index[task] for task in tasks if task in manager.all_tags}
     # dictionaries up to lm-eval 0.4.9
     members = {tag: entry["task"] if isinstance(entry, dict) else sorted(entry.tags) for tag, entry in tags.items()}

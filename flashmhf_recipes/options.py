@@ -7,7 +7,6 @@ import importlib.util
 import json
 import math
 import os
-import types
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -150,6 +149,8 @@ class Options:
             if isinstance(value := getattr(self, name), os.PathLike):
                 setattr(self, name, value := os.fspath(value))
             _check_value(f"{name} is", name, value, kind)
+            if value == "" or (name == "data" and "" in value):  # a variable that is not set; a path would be "."
+                raise OptionError(f"{name} is {value!r}; leave it out or give a text that is not empty")
 
     def resolve(self) -> Options:
         """Return these with absolute paths and the preset's values for None. Raises OptionError for what cannot be."""
@@ -252,12 +253,6 @@ def setting_types() -> dict[str, Any]:
     return typing.get_type_hints(TrainingArguments)
 
 
-def option_types() -> dict[str, Any]:
-    """Return the type of each field of Options, without the None of optional ones."""
-    hints = typing.get_type_hints(Options)
-    return {name: typing.get_args(t)[0] if isinstance(t, types.UnionType) else t for name, t in hints.items()}
-
-
 @contextmanager
 def _naming(option: str) -> Iterator[None]:
     """Name ``option`` in what transformers raises about the user's settings, around what parses them alone."""
@@ -275,6 +270,12 @@ def _check_settings(option: str, given: Iterable[str], owner: type, own: Mapping
             close = difflib.get_close_matches(name, supported, 1, 0.8)
             hint = f"did you mean {close[0]}?" if close else f"supported: {', '.join(sorted(supported))}"
             raise OptionError(f"{option} cannot set {name}; " + (f"use {own[name]}" if name in own else hint))
+
+
+class RunArguments(TrainingArguments):
+    """transformers', for a process on one GPU: the Trainer would spread it over all with DataParallel."""
+
+    n_gpu = property(lambda self: min(1, super().n_gpu))
 
 
 def training_arguments(options: Options) -> TrainingArguments:
@@ -297,10 +298,10 @@ def training_arguments(options: Options) -> TrainingArguments:
         del settings["lr_scheduler_kwargs"]  # other schedules know no minimum
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        arguments = TrainingArguments(**settings)  # what fails here is no fault of the user's
+        arguments = RunArguments(**settings)  # what fails here is no fault of the user's
         if options.arguments:
             with _naming("arguments"):
-                arguments = TrainingArguments(**{**settings, **options.arguments})
+                arguments = RunArguments(**{**settings, **options.arguments})
                 for callback in get_reporting_integration_callbacks(arguments.report_to):
                     callback()  # raises where the package of a report is missing
                 if not hasattr(schedule(arguments, options.steps), "lr_lambdas"):
@@ -310,8 +311,6 @@ def training_arguments(options: Options) -> TrainingArguments:
                     Trainer.get_optimizer_cls_and_kwargs(arguments)  # raises where the optimizer's package is missing
     if options.fused_loss:
         fused_loss.check_machine(arguments.device)
-    if arguments.n_gpu > 1:  # one process is one GPU; the Trainer would spread it over all with DataParallel
-        arguments._n_gpu = 1
     layout = options.layout(arguments.world_size)
     arguments.per_device_train_batch_size = options.micro_batch_for(layout.data_processes)
     at_once = arguments.per_device_train_batch_size * layout.data_processes

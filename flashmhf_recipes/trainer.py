@@ -151,7 +151,7 @@ class RunTrainer(Trainer, TrainerCallback):
         settings = {"skip_logits": True} if self.options.fused_loss else {}
         self.model.eval()
         for turn, inputs in enumerate(loader):
-            loss = self.model(**self._prepare_inputs(inputs), **settings).loss
+            loss = self.model(**{name: x.to(args.device) for name, x in inputs.items()}, **settings).loss
             batch = turn * self.layout.data_processes + self.data_index
             if batch < len(sums) and args.process_index % self.layout.tp == 0:
                 sums[batch] = loss.double() * len(inputs["input_ids"])

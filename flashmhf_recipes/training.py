@@ -54,7 +54,12 @@ class Result:
 def first_process() -> bool:
     """Return whether this is the process that writes; launchers say so before anything is initialised. Without
     LOCAL_RANK accelerate makes one process of it, whatever RANK is: on some clusters that is the node's."""
-    return os.environ.get("LOCAL_RANK", "-1") == "-1" or os.environ.get("RANK", "0") == "0"
+    if os.environ.get("LOCAL_RANK", "-1") == "-1":
+        return True
+    ranks = {name: os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
+    if not all(rank.isdecimal() for rank in ranks.values()):
+        raise OptionError(f"the environment has {ranks}; supported: integers in all, as of torchrun, or no LOCAL_RANK")
+    return ranks["RANK"] == "0"
 
 
 def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Result:
@@ -177,9 +182,9 @@ def _locked(output: Path) -> Iterator[bool]:
             raise FileExistsError(f"{output} is in use by {file.read().strip() or 'another process'}") from None
         except OSError as error:  # Lustre and NFS may be mounted without locks
             logger.warning(f"{output} cannot be locked ({error.strerror}): see to it that one process trains there")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        with suppress(OSError):  # a full disk: the lock holds without its holder's name
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield made
 
 

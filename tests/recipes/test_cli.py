@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from lm_runs import ROOT, environment, interrupt
+from safetensors import SafetensorError
 
 from flashmhf import backends
 from flashmhf.models.presets import PRESETS, SCALES
@@ -113,6 +114,22 @@ def test_every_mistake_is_one_line_with_status_2(arguments, tmp_path, monkeypatc
     out, error = capsys.readouterr()
     assert error.rpartition("\r")[2].startswith("flashmhf: error: ") and error.count("\n") == 1 and not out
     assert MISTAKES[arguments] in error and not (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.parametrize(("error", "line"), [
+    (SafetensorError("damaged"), "flashmhf: error: safetensors_rust: SafetensorError: damaged\n"),
+    (KeyError("x"), None),
+])  # fmt: skip
+def test_an_error_of_another_librarys_type_is_one_line_and_a_fault_is_none(error, line, monkeypatch, capsys):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(accuracy, "check", fail)
+    if line is None:
+        with pytest.raises(type(error)):
+            cli.main(["check", "--device", "cpu"])
+    else:
+        assert cli.main(["check", "--device", "cpu"]) == 2 and capsys.readouterr().err == line
 
 
 def test_interruption_is_short(monkeypatch, capsys):

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from flashmhf.models import FFN_TYPES, generation
 from flashmhf_recipes import cli, evaluation, pretrained
+from flashmhf_recipes.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -247,6 +248,35 @@ def test_eval_command_with_tasks_and_json(runs, text, tmp_path, monkeypatch, cap
     assert cli.main([*command, "paper", "tiny_chioce"]) == 2
     captured = capsys.readouterr()  # before the model is loaded and evaluated
     assert "lm-eval has no tasks ['tiny_chioce']" in captured.err and not captured.out
+
+
+def test_tasks_that_lm_eval_cannot_take(trained, tmp_path, capsys):
+    """One line that names the task, before a model is loaded where that is possible; an error of a model is one."""
+    pytest.importorskip("lm_eval")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "old.py").write_text("import datasets\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "the"}) + "\n")
+    task = {"output_type": "multiple_choice", "test_split": "train", "doc_to_text": "{{question}}", "doc_to_target": 0}
+    task |= {"doc_to_choice": ["a", "b"], "metric_list": [{"metric": "acc"}]}
+    files = {"dataset_path": "json", "dataset_kwargs": {"data_files": str(tmp_path / "rows.jsonl")}}
+    for config in (
+        {"task": "scripted", "dataset_path": str(tmp_path / "old")},
+        {"task": "template", "doc_to_choice": "{{nothing.there}}"} | files,
+        {"task": "fine"} | files,
+    ):
+        (tmp_path / f"{config['task']}.yaml").write_text(json.dumps(task | config))
+    command = f"eval --model ./nothing --device cpu --include-path {tmp_path} --tasks scripted".split()
+    assert cli.main(command) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(
+        "flashmhf: error: lm-eval cannot take task 'scripted': RuntimeError: Dataset scripts are no"
+    )
+    with pytest.raises(DataError, match="lm-eval cannot take .*template"):
+        evaluation.task_scores(*trained, "template", include_path=str(tmp_path))
+    hook = trained[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        evaluation.task_scores(*trained, "fine", include_path=str(tmp_path))
+    hook.remove()
 
 
 @pytest.mark.parametrize("ffn", FFN_TYPES)

@@ -101,6 +101,8 @@ def test_presets_and_networks_combine(settings, name):
     *(({name: value}, f"^{name} is {re.escape(repr(value))}; supported: ") for name, value in (
         ("compile", "False"), ("param_groups", 0), ("fused_loss", "no"), ("steps", True), ("text_field", 5),
         ("arguments", [1]), ("model", "x"), ("dataset", 1))),
+    *(({name: value}, f"^{name} is .*; leave it out or give a text that is not empty") for name, value in (
+        ("output", ""), ("data", [""]), ("tokens", ""), ("tokenizer", ""), ("preset", ""))),
     ({"optimizer": "lion"}, "optimizer is 'lion'; supported: adamw, muon"),
     ({"precision": "fp8"}, "precision is 'fp8'; supported: auto, bf16, fp32"),
     ({"device": "tpu"}, "device is 'tpu'; supported: auto, cpu, cuda"),
