@@ -117,7 +117,7 @@ def test_every_mistake_is_one_line_with_status_2(arguments, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("error", "line"), [
-    (SafetensorError("damaged"), "flashmhf: error: safetensors_rust: SafetensorError: damaged\n"),
+    (SafetensorError("damaged"), r"flashmhf: error: safetensors\w*: SafetensorError: damaged\n"),
     (KeyError("x"), None),
 ])  # fmt: skip
 def test_an_error_of_another_librarys_type_is_one_line_and_a_fault_is_none(error, line, monkeypatch, capsys):
@@ -129,7 +129,7 @@ def test_an_error_of_another_librarys_type_is_one_line_and_a_fault_is_none(error
         with pytest.raises(type(error)):
             cli.main(["check", "--device", "cpu"])
     else:
-        assert cli.main(["check", "--device", "cpu"]) == 2 and capsys.readouterr().err == line
+        assert cli.main(["check", "--device", "cpu"]) == 2 and re.fullmatch(line, capsys.readouterr().err)
 
 
 def test_interruption_is_short(monkeypatch, capsys):
