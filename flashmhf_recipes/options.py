@@ -33,6 +33,7 @@ MICRO_BATCH = 8
 # Settings of TrainingArguments that options of a run hold as they are, by their names there.
 _HELD = {"learning_rate": "learning_rate", "seed": "seed"}
 _HELD |= {"output_dir": "output", "max_steps": "steps", "torch_compile": "compile"}
+_HELD |= {"logging_steps": "log_every", "save_steps": "save_every", "eval_steps": "eval_every"}
 # All that a run decides by itself or has no use for, by the options that decide it: the others are transformers' own.
 _BY = {
     "micro_batch": "per_device_train_batch_size per_device_eval_batch_size",
@@ -45,7 +46,7 @@ _BY = {
     "precision": "bf16 fp16 bf16_full_eval fp16_full_eval",
     "tp and dp_shard": "fsdp fsdp_config deepspeed parallelism_config",
     **{"steps": "num_train_epochs", "warmup": "warmup_steps warmup_ratio", "device": "use_cpu"},
-    "save_steps, logging_steps, eval_steps": "logging_strategy",
+    "log_every": "logging_strategy",
     "fused_loss": "use_liger_kernel liger_kernel_config",  # which pass over FlashMHF without a word
 }
 DECIDED = _HELD | {name: option for option, names in _BY.items() for name in names.split()}
@@ -67,9 +68,7 @@ _RANGES = {
     "eval_fraction": ("numbers from 0 on and below 1", lambda x: 0 <= x < 1),
     "seed": ("integers from 0 to 2^32 - 1", lambda x: 0 <= x < 1 << 32),
     "keep": ("integers from 2 on, so that one is complete at any moment", lambda x: x >= 2),
-    **dict.fromkeys(("save_steps", "logging_steps", "eval_steps"),
-                    ("a share of the steps, or steps from 1 on", lambda x: 0 < x < 1 or (x > 0 and x == int(x)))),
-}  # fmt: skip
+}
 
 
 def _supported(name: str, kind: Any) -> tuple[str, Callable[[Any], bool]]:
@@ -138,8 +137,11 @@ class Options:
     dp_shard: int | None = _option(None, "processes that share the parameters: FSDP2 (1; with --tp all groups)")
     compile: bool = _option(False, "torch.compile the model")
     fused_loss: bool = _option(False, "never hold all logits: long sequences on GPUs, by liger-kernel")
+    save_every: int = _option(1000, "steps between checkpoints")
     keep: int = _option(2, "checkpoints kept")
-    arguments: dict[str, object] = _option({}, "a transformers TrainingArguments setting, as save_steps", flag="--set")
+    log_every: int = _option(10, "steps between rows of metrics.jsonl")
+    eval_every: int = _option(1000, "steps between held-out losses")
+    arguments: dict[str, object] = _option({}, "a transformers TrainingArguments setting", flag="--set")
 
     def __post_init__(self) -> None:
         if isinstance(self.data, (str, os.PathLike)):
@@ -180,6 +182,7 @@ class Options:
             "text_field": "with tokens" if self.tokens else "",
             "split": "" if self.dataset else "without dataset",
             "min_learning_rate": "with arguments of a schedule" if own_schedule else "",
+            "eval_every": "" if self.eval_fraction else "without eval_fraction",
             "param_groups": "" if self.optimizer == "adamw" else f"with optimizer {self.optimizer!r}",
         }
         for name, why in unused.items():
@@ -289,7 +292,7 @@ def training_arguments(options: Options) -> TrainingArguments:
         warmup_steps=options.warmup if options.warmup < 1 else int(options.warmup),
         adam_beta1=0.9, adam_beta2=0.95, optim="adamw_torch_fused" if on_gpu else "adamw_torch",
         bf16=options.precision == "bf16" or (options.precision == "auto" and on_gpu), use_cpu=not on_gpu,
-        weight_decay=0.1, logging_steps=10, save_steps=1000, eval_steps=1000, logging_first_step=True,
+        weight_decay=0.1, logging_first_step=True,
         logging_nan_inf_filter=False, disable_tqdm=True, report_to=report,
         eval_strategy="steps" if options.eval_fraction else "no",
         dataloader_pin_memory=on_gpu, ddp_find_unused_parameters=False,

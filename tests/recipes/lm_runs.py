@@ -23,16 +23,16 @@ from flashmhf_recipes import cli, data, metrics, tokenizer, training  # noqa: E4
 from flashmhf_recipes.errors import TrainingError  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-HELD_OUT = dict(eval_fraction=0.1, eval_steps=10)
+HELD_OUT = dict(eval_fraction=0.1, eval_every=10)
 
 
 def options(output: Path, text: Path, arguments: dict | None = None, **settings) -> training.Options:
     """A small run; ``settings`` that are no options are TrainingArguments', as ``arguments`` are."""
     small = dict(preset="tiny", ffn="flashmhf", vocab_size=300, length=32, batch=8, micro_batch=4, device="cpu")
-    given = {**small, "steps": 20, "output": str(output), "data": [str(text)], **settings}
+    small |= dict(steps=20, log_every=5, save_every=10)
+    given = {**small, "output": str(output), "data": [str(text)], **settings}
     others = {name: given.pop(name) for name in given.keys() - training.Options.__dataclass_fields__.keys()}
-    arguments = {"logging_steps": 5, "save_steps": 10} | others | (arguments or {})
-    return training.Options(**given, arguments=arguments)
+    return training.Options(**given, arguments=others | (arguments or {}))
 
 
 def start(output: Path, text: Path, callbacks: Iterable = (), **settings) -> training.Result:

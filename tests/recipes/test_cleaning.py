@@ -17,7 +17,7 @@ from flashmhf_recipes.errors import DataError, OptionError, TrainingError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHORT = dict(steps=1, batch=2, save_steps=1, report_to=[])
+SHORT = dict(steps=1, batch=2, save_every=1, report_to=[])
 
 
 def failing(number: int):

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def runs(text, tmp_path_factory) -> dict[str, Path]:
     """A short run of every network."""
     parent = tmp_path_factory.mktemp("runs")
-    settings = dict(length=64, micro_batch=8, steps=40, logging_steps=20, save_steps=40)
+    settings = dict(length=64, micro_batch=8, steps=40, log_every=20, save_every=40)
     return {ffn: start(parent / ffn, text, ffn=ffn, **settings).output for ffn in FFN_TYPES}
 
 

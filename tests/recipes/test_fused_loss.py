@@ -4,7 +4,7 @@ kernels run under Triton's interpreter."""
 import pytest
 import torch
 from interpreter import DEVICE, INTERPRETED, run_interpreted, runs_kernels, starts_interpreter
-from lm_runs import options, start, write_tokens
+from lm_runs import options, start, store_tokens
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import flashmhf
@@ -69,9 +69,9 @@ def test_loss_and_gradients_are_those_of_the_logits(name):
 ])  # fmt: skip
 def test_a_run_is_the_one_with_the_plain_loss(precision, rel, text, tmp_path):
     """Its losses, held-out loss and weights, to rounding; bf16 is autocast over float32 weights."""
-    settings = dict(steps=2, logging_steps=1, batch=1, length=16, eval_fraction=0.01, eval_steps=2, ffn="swiglu")
+    settings = dict(steps=2, log_every=1, batch=1, length=16, eval_fraction=0.01, eval_every=2, ffn="swiglu")
     settings |= dict(device=DEVICE if INTERPRETED else "auto", precision=precision, vocab_size=300, data=[])
-    settings["tokens"] = write_tokens(tmp_path / "tokens", text)
+    settings["tokens"] = str(store_tokens(text, tmp_path))
     plain, run = (start(tmp_path / str(fused), text, fused_loss=fused, **settings) for fused in (False, True))
     ours, theirs = (
         [(name, row[name]) for row in metrics.read_rows(result.output) for name in ("loss", "eval_loss") if name in row]

@@ -12,7 +12,7 @@ from flashmhf_recipes import data, metrics, training
 from flashmhf_recipes.errors import OptionError
 from flashmhf_recipes.layout import Layout, layout_of
 
-SETTINGS = dict(micro_batch=2, steps=12, logging_steps=1, save_steps=4, eval_fraction=0.08, eval_steps=6)
+SETTINGS = dict(micro_batch=2, steps=12, log_every=1, save_every=4, eval_fraction=0.08, eval_every=6)
 FLAGS = "train --preset tiny --vocab-size 300 --length 32 --batch 8 --device cpu --set eval_on_start=true".split()
 FLAGS += [part for name, value in SETTINGS.items() for part in ("--" + name.replace("_", "-"), str(value))]
 

@@ -28,7 +28,6 @@ NO_WANDB = pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, rea
 # What a text stands for is no guess of a library in the middle of a run: "False" is true.
 UNFIT = {
     "eval_on_start": ("False", 1, None), "max_grad_norm": ("1.0", math.nan, None, True), "adam_beta1": ("0.9",),
-    "save_steps": (0, -5, 1.5, "10", math.inf), "eval_steps": (0, 2.5), "logging_steps": (0, math.nan),
     "weight_decay": (-0.1, math.inf), "torch_empty_cache_steps": (2.5,), "run_name": (5,), "report_to": ([1],),
     "lr_scheduler_kwargs": ([],), "gradient_checkpointing_kwargs": (1,),
 }  # fmt: skip
@@ -40,7 +39,7 @@ def resolved(**settings) -> Options:
 
 def test_what_a_run_does_not_decide_is_passed_on_as_it_is():
     settings = {"neftune_noise_alpha": 5, "adam_epsilon": 1e-6, "push_to_hub": False, "lr_scheduler_type": "linear"}
-    settings |= {"gradient_checkpointing": True, "save_steps": 0.1}
+    settings |= {"gradient_checkpointing": True, "weight_decay": 0.3}
     # another schedule does not end at min_learning_rate, and may begin below it
     arguments = training_arguments(resolved(arguments=settings, learning_rate=1e-6))
     assert arguments.learning_rate == 1e-6
@@ -134,8 +133,8 @@ def test_presets_and_networks_combine(settings, name):
     ({"min_learning_rate": 1e-4, "arguments": {"lr_scheduler_type": "linear"}},
      "min_learning_rate is 0.0001, which has no effect"),
     ({"min_learning_rate": 1e-6, "arguments": {"lr_scheduler_kwargs": {"min_lr": 0}}}, "which has no effect with arg"),
-    *(({"arguments": {name: value}}, f"arguments sets {name}, which has no effect without eval_fraction")
-      for name, value in (("eval_steps", 5), ("eval_on_start", True))),
+    ({"eval_every": 5}, "eval_every is 5, which has no effect without eval_fraction"),
+    ({"arguments": {"eval_on_start": True}}, "arguments sets eval_on_start, which has no effect without eval_fraction"),
     ({"optimizer": "muon", "param_groups": False}, "param_groups is False, which has no effect with optimizer 'muon'"),
 ])  # fmt: skip
 def test_refused_settings(settings, message, tmp_path, monkeypatch):
@@ -147,7 +146,7 @@ def test_refused_settings(settings, message, tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
-COUNTS = ("vocab_size", "length", "batch", "micro_batch", "steps")
+COUNTS = ("vocab_size", "length", "batch", "micro_batch", "steps", "log_every", "eval_every", "save_every")
 
 
 @pytest.mark.parametrize(("name", "values"), [

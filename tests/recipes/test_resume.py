@@ -187,7 +187,7 @@ def test_a_run_keeps_to_the_umask_an_ignored_signal_and_the_checkpoints_it_may_k
     umask, handler = os.umask(0o027), signal.signal(signal.SIGINT, signal.SIG_IGN)
     interrupted = [signals(signal.SIGINT, "on_step_begin", 1)]
     try:
-        result = start(tmp_path / "run", text, interrupted, save_steps=3, keep=3, arguments={"report_to": []})
+        result = start(tmp_path / "run", text, interrupted, save_every=3, keep=3, arguments={"report_to": []})
     finally:
         os.umask(umask)
         signal.signal(signal.SIGINT, handler)
@@ -201,7 +201,7 @@ def test_a_failed_start_leaves_the_directory_free(text, tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch()
     command = f"train --output run --preset tiny --data {text} --steps 3 --device cpu --vocab-size 300".split()
-    command += "--length 32 --batch 4 --eval-fraction 0.1 --set logging_steps=2 --model-set ffn_q_norm=true".split()
+    command += "--length 32 --batch 4 --eval-fraction 0.1 --log-every 2 --model-set ffn_q_norm=true".split()
     for arguments, message in {
         "--set optim=nosuch": "arguments: nosuch is not a valid OptimizerNames",
         "--length 100000": "less than one block",
@@ -276,7 +276,7 @@ def test_a_longer_run_states_its_schedule(uninterrupted, run, text, tmp_path, ca
     stated = "the run ends after 30 steps instead of 20, and its schedule with it: the learning rate of step 21 is"
     assert stated in caplog.text and json.loads((run / "run.json").read_text())["steps"] == 30
     assert training.resume(run, bar=False).steps == 30
-    whole = start(tmp_path / "whole", text, steps=30, logging_steps=1, **HELD_OUT).output
+    whole = start(tmp_path / "whole", text, steps=30, log_every=1, **HELD_OUT).output
     rates, expected = (
         {row["step"]: row["learning_rate"] for row in metrics.read_rows(o) if "loss" in row} for o in (run, whole)
     )
@@ -299,7 +299,7 @@ def other_text(tmp_path_factory) -> Path:
 
 def further(output: Path, text: Path, start: Path, **settings):
     given = dict.fromkeys(("preset", "ffn", "vocab_size", "length"))
-    given |= dict(init_from=str(start), learning_rate=1e-3, steps=4, logging_steps=1)
+    given |= dict(init_from=str(start), learning_rate=1e-3, steps=4, log_every=1)
     return options(output, text, **{**given, **settings})
 
 

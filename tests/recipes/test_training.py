@@ -170,7 +170,7 @@ def smoothed(model, ids) -> float:
 
 def test_a_smoothed_loss_is_of_the_next_token(text, tmp_path):
     """By transformers' own Trainer.compute_loss; the held-out loss stays the plain one."""
-    first = dict(steps=1, eval_fraction=0.1, eval_steps=1, warmup=0, learning_rate=1e-9, min_learning_rate=1e-9)
+    first = dict(steps=1, eval_fraction=0.1, eval_every=1, warmup=0, learning_rate=1e-9, min_learning_rate=1e-9)
     run = start(tmp_path / "run", text, arguments={"label_smoothing_factor": 0.1}, **first)
     model = AutoModelForCausalLM.from_pretrained(run.output)
     tokens, held_out = data.split(data.load(run.output / "data"), 0.1, 32, 0)
@@ -199,7 +199,7 @@ def test_groups_of_the_optimizer_and_its_resumption(settings, decays, ratios, te
             assert {(group["muon"], group["eps"]) for group in optimizer.param_groups} == {(True, 1e-6), (False, 1e-6)}
         seen.append([(group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
 
-    settings = settings | dict(steps=4, warmup=1, learning_rate=2e-3, weight_decay=0.3, save_steps=2)
+    settings = settings | dict(steps=4, warmup=1, learning_rate=2e-3, weight_decay=0.3, save_every=2)
     output = start(tmp_path / "whole", text, callbacks=[At("on_step_end", None, note)], **settings).output
     for groups in seen:
         assert [decay for _, decay in groups] == pytest.approx(decays)
@@ -244,9 +244,9 @@ def test_token_numbers_that_are_not_all_taken(text, tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "message", "kept"), [
-    ({"logging_steps": 2}, "the loss is nan at step 4", []),
-    ({"logging_steps": 20, "save_steps": 1}, "the loss is nan at step 4", ["checkpoint-2", "checkpoint-3"]),
-    ({"logging_steps": 20, "eval_fraction": 0.1, "eval_steps": 5}, "the eval_loss is nan at step 5", []),
+    ({"log_every": 2}, "the loss is nan at step 4", []),
+    ({"log_every": 20, "save_every": 1}, "the loss is nan at step 4", ["checkpoint-2", "checkpoint-3"]),
+    ({"log_every": 20, "eval_fraction": 0.1, "eval_every": 5}, "the eval_loss is nan at step 5", []),
 ], ids=["log", "checkpoint", "evaluation"])  # fmt: skip
 def test_a_diverging_run_stops_with_its_step(settings, message, kept, text, tmp_path):
     """It keeps its last good checkpoints, which those of broken weights would push out, and its metrics stay valid
