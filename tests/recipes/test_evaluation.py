@@ -250,6 +250,7 @@ def test_eval_command_with_tasks_and_json(runs, text, tmp_path, monkeypatch, cap
     assert "lm-eval has no tasks ['tiny_chioce']" in captured.err and not captured.out
 
 
+@pytest.mark.slow
 def test_tasks_that_lm_eval_cannot_take(trained, tmp_path, capsys):
     """One line that names the task, before a model is loaded where that is possible; an error of a model is one."""
     pytest.importorskip("lm_eval")
