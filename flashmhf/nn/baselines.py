@@ -50,7 +50,7 @@ class MHFFN(GroupedHeads):
         return self.join_heads(self._mix(self.query(x)))
 
     def _mix(self, q: Tensor) -> Tensor:
-        k, u, v = (weight.unsqueeze(1) for weight in (self.k, self.u, self.v))
+        k, u, v = (weight.contiguous().unsqueeze(1) for weight in (self.k, self.u, self.v))
         if self.backend == "naive":
             return reference.forward(q, k, u, v, activation=self.activation)
         return flash_mhf(q, k, u, v, deterministic=self.deterministic, backend=self.backend, activation=self.activation)
@@ -148,7 +148,7 @@ class DenseMoE(Network):
         """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
         check_input(x, self.d_model)
         check_matches(x, self.gate_proj)
-        r = gate(x.unsqueeze(-2), self.router.unsqueeze(0), self.router_eps).squeeze(-2)
+        r = gate(x.unsqueeze(-2), self.router.contiguous().unsqueeze(0), self.router_eps).squeeze(-2)
         activation = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)
         weighted = activation.unflatten(-1, (self.num_subnets, self.subnet_dim)) * r[..., None].to(activation.dtype)
         return self.down_proj(weighted.flatten(-2))

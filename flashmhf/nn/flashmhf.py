@@ -88,8 +88,10 @@ class FlashMHF(RoutedHeads, GroupedHeads):
         return self.num_kv_heads, self.num_subnets, self.subnet_dim, self.head_dim
 
     def _networks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return k, u, v [H_kv, E, d_e, d_h], also of parameters of three dimensions (flashmhf.integrations.peft)."""
-        k, u, v = self.k, self.u, self.v
+        """Return k, u, v [H_kv, E, d_e, d_h], also of parameters of three dimensions (flashmhf.integrations.peft) and,
+        in a copy, of those to which an optimizer or a parametrisation has given other strides.
+        """
+        k, u, v = self.k.contiguous(), self.u.contiguous(), self.v.contiguous()
         if k.dim() != 4:
             k, u, v = (weight.view(self.weight_shape) for weight in (k, u, v))
         return k, u, v
@@ -109,7 +111,7 @@ class FlashMHF(RoutedHeads, GroupedHeads):
 
     def _mix(self, q: Tensor) -> Tensor:
         how = {"deterministic": self.deterministic, "backend": self.backend, "activation": self.activation}
-        return gated_flash_mhf(q, *self._networks(), self.router, self.router_eps, **how)
+        return gated_flash_mhf(q, *self._networks(), self.router.contiguous(), self.router_eps, **how)
 
 
 FlashMHF.define()

@@ -73,6 +73,12 @@ def _check(x: Tensor, weights: LayerWeights) -> None:
     checks.head_norm(q_norm, x, inner // head_dim, head_dim)
 
 
+def _contiguous(weights: LayerWeights) -> LayerWeights:
+    """Return weights of any strides as the operators of the heads' networks take them, in a copy where they must be."""
+    router = None if weights.router is None else weights.router.contiguous()
+    return weights._replace(networks=tuple(w.contiguous() for w in weights.networks), router=router)
+
+
 def _project(x: Tensor, projection: ProjectionWeights, out: Tensor | None = None) -> Tensor:
     """Return x W^T + b, written into ``out`` [T, N] if there is one."""
     w, bias = projection
@@ -114,6 +120,7 @@ def values(call: Call) -> Tensor:
         if y is not None:
             return y
     _check(x, weights)
+    weights = _contiguous(weights)
     if x.shape[:-1].numel() > CHUNK_TOKENS:
         return _by_chunks(x, weights, backend, activation)
     return _by_parts(x, weights, backend, activation)
@@ -140,7 +147,7 @@ def _checked_values(call: Call) -> Tensor:
 def _fake(call: Call) -> Tensor:
     x, weights, backend, activation = call
     _check(x, weights)
-    _mix(x.new_empty((*x.shape[:-1], weights.in_proj.w.shape[0])), weights, backend, activation)
+    _mix(x.new_empty((*x.shape[:-1], weights.in_proj.w.shape[0])), _contiguous(weights), backend, activation)
     return x.new_empty((*x.shape[:-1], weights.out_proj.w.shape[0]))
 
 

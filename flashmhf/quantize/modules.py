@@ -65,7 +65,7 @@ class Fp8FlashMHF(FixedDtypes, Contiguous, RoutedHeads):
         for name, tensor in zip(self.fixed, packed.tensors, strict=False):
             self.register_buffer(name, tensor)
         self.register_buffer("layout", torch.tensor([LAYOUT], dtype=torch.uint8, device=packed.k8.device))
-        self.register_buffer("router", network.router.detach().clone())
+        self.register_buffer("router", network.router.detach().clone(memory_format=torch.contiguous_format))
         for name in ("in_proj", "out_proj", "q_norm"):
             module = getattr(network, name)
             setattr(self, name, module if module is None else copy.deepcopy(module).requires_grad_(False))
@@ -75,10 +75,10 @@ class Fp8FlashMHF(FixedDtypes, Contiguous, RoutedHeads):
         return PackedWeights(self.k8, self.u8, self.v8, self.scales)
 
     def _networks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.packed.tensors
+        return tuple(tensor.contiguous() for tensor in self.packed.tensors)
 
     def _mix(self, q: Tensor) -> Tensor:  # by an operator that refuses a q which requires a gradient
-        gate = (self.router, self.router_eps)
+        gate = (self.router.contiguous(), self.router_eps)
         return torch.ops.flashmhf.fp8_gated_forward(q, *self._networks(), *gate, backend=self.backend)
 
     def _adapt(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

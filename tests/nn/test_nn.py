@@ -171,6 +171,40 @@ def test_a_state_dict_is_the_parameters_memory(make):
     assert module.state_dict().keys() == stored.keys()
 
 
+def transpose(module: nn.Module, name: str) -> None:
+    """As a QR step of an optimizer leaves a weight."""
+    getattr(module, name).data = getattr(module, name).data.mT.contiguous().mT
+
+
+class Transposed(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.mT.contiguous().mT
+
+
+@pytest.mark.parametrize("by", ["data", "parametrisation"])
+@every_module
+def test_weights_of_any_strides_are_computed(make, by, device, fresh_dynamo):
+    """As linear layers do, in training, at inference and in a graph."""
+    module, x = make().to(device), torch.randn(3, D_MODEL, device=device)
+    expected = module(x)
+    tensors = {**module._parameters, **module._buffers}
+    for name in [name for name, tensor in tensors.items() if tensor.dim() > 1 and tensor.is_floating_point()]:
+        if by == "parametrisation":
+            nn.utils.parametrize.register_parametrization(module, name, Transposed(), unsafe=True)
+        else:
+            transpose(module, name)
+        assert not getattr(module, name).is_contiguous()
+    y = module(x)
+    torch.testing.assert_close(y, expected)
+    if y.requires_grad:
+        y.sum().backward()
+        assert all(parameter.grad.isfinite().all() for parameter in module.parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), expected)
+        if by == "data":
+            torch.testing.assert_close(torch.compile(module, backend="aot_eager", fullgraph=True)(x), expected)
+
+
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("hooked", ["network", "model"])
 def test_a_hook_may_convert_what_is_loaded(hooked, assign):
