@@ -22,6 +22,11 @@ from .plain import are_plain, are_traced, define, stays_plain
 
 def check_input(x: Tensor, d_model: int) -> None:
     if type(x) is not Tensor or x.is_nested or x.layout != torch.strided:
+        if isinstance(x, torch.fx.Proxy):
+            supported = "the network as a leaf (a torch.fx.Tracer whose is_leaf_module says so), or torch.export"
+            raise TypeError(
+                f"x is a Proxy of torch.fx, whose tracer cannot look into this network; supported: {supported}"
+            )
         checks.strided(x=x)
     if x.dtype not in checks.FLOAT_DTYPES:
         checks.floating("x", x)

@@ -42,6 +42,11 @@ class FixedDtypes(nn.Module):
 class Contiguous(nn.Module):
     """A module whose own parameters and buffers stay contiguous, as the kernels need them."""
 
+    def __prepare_scriptable__(self) -> None:
+        """Refuse ``torch.jit.script``, which would fail at the first annotation that it does not know."""
+        found = f"torch.jit.script cannot compile a {type(self).__name__}"
+        raise NotImplementedError(f"{found}; supported: torch.jit.trace, torch.export, torch.compile")
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Contiguous:
         # .to(memory_format=torch.channels_last), meant for images, changes the strides of tensors of four dimensions
         return super()._apply(lambda tensor: out.contiguous() if (out := fn(tensor)).dim() == 4 else out, recurse)

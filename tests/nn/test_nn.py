@@ -171,6 +171,22 @@ def test_a_state_dict_is_the_parameters_memory(make):
     assert module.state_dict().keys() == stored.keys()
 
 
+class AsLeaves(torch.fx.Tracer):
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return isinstance(module, flashmhf.nn.network.Contiguous) or super().is_leaf_module(module, name)
+
+
+@every_module
+def test_older_compilers_take_a_network_as_their_errors_say(make):
+    model, x = nn.Sequential(make()).requires_grad_(False), torch.randn(3, D_MODEL)
+    with pytest.raises(TypeError, match="x is a Proxy of torch.fx.*the network as a leaf.*is_leaf_module"):
+        torch.fx.symbolic_trace(model)
+    assert torch.equal(torch.fx.GraphModule(model, AsLeaves().trace(model))(x), model(x))
+    with pytest.raises(NotImplementedError, match="cannot compile a .*; supported: torch.jit.trace"):
+        torch.jit.script(model)
+    torch.testing.assert_close(torch.jit.trace(model, x)(x), model(x))
+
+
 def transpose(module: nn.Module, name: str) -> None:
     """As a QR step of an optimizer leaves a weight."""
     getattr(module, name).data = getattr(module, name).data.mT.contiguous().mT
