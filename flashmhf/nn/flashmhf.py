@@ -54,6 +54,7 @@ class FlashMHF(RoutedHeads, GroupedHeads):
 
     TENSORS = ("k", "u", "v", "router")
     router: nn.Parameter
+    recompute_q = False  # also of a module that an earlier version has pickled
 
     def __init__(
         self, d_model: int, num_heads: int, num_subnets: int, subnet_dim: int | None = None, *,

@@ -433,3 +433,15 @@ def test_what_lies_behind_other_values(monkeypatch, device, tokens, what):
             x = x.clone()
         actual = module(x)
     assert actual.isfinite().all() and torch.equal(actual, expected)
+
+
+@either
+def test_what_a_projection_cannot_take_is_named(make):
+    module = make(torch.bfloat16)
+    for calls in (contextlib.nullcontext(), torch.no_grad()):
+        with calls, pytest.raises(TypeError, match="^x has dtype float32; supported: bfloat16, the module's dtype"):
+            module(torch.randn(3, D_MODEL))
+    module.out_proj.float()
+    found = "the input of out_proj has dtype bfloat16; supported: float32|out_w has dtype float32; supported: bfloat16"
+    with pytest.raises(TypeError, match=f"^({found})"):
+        module(torch.randn(3, D_MODEL, dtype=torch.bfloat16))
