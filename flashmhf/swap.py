@@ -217,8 +217,7 @@ def replace_ffn(
         swapped = [model.get_submodule(name) for name in names]
         models = [each for each in record.models_in(model) if not {*swapped}.isdisjoint(each.modules())]
         for each in models:
-            record.check_unquantised(each)
-            record.described(each)
+            record.described(each, changes=True)
     for members in shared.values():
         network = _counterpart(model.get_submodule(members[0]), sizes, kwargs)
         mark_drawn(network)

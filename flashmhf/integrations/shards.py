@@ -17,7 +17,8 @@ def served_feed_forward(config, rank: Rank = Rank(), prefix: str = "") -> nn.Mod
     ValueError for heads that the ranks do not divide.
     """
     from ..models.modeling import feed_forward  # not above: transformers is optional
-    from ..models.record import NETWORKS, FlashMHFFp8Config
+    from ..models.quantization import FlashMHFFp8Config
+    from ..models.record import NETWORKS
 
     if config.ffn_type not in ("flashmhf", "mh_ffn", "pkv"):
         supported = "flashmhf, mh_ffn, pkv; swiglu as the engine's own network"

@@ -11,7 +11,7 @@ extras.require("flashmhf.models", "transformers", "5.17")
 import transformers  # noqa: E402  (the line above says what is missing)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
-from . import building, modeling, quantization  # noqa: E402, F401  (quantization registers its method)
+from . import building, modeling  # noqa: E402, F401  (building wraps two methods)
 from .configuration import AUTO_CLASSES, FFN_TYPES, FlashMHFConfig  # noqa: E402
 from .loading import load  # noqa: E402
 from .modeling import (  # noqa: E402
@@ -22,7 +22,7 @@ from .modeling import (  # noqa: E402
     FlashMHFModel,
     FlashMHFPreTrainedModel,
 )
-from .record import FlashMHFFp8Config  # noqa: E402
+from .quantization import FlashMHFFp8Config  # noqa: E402
 
 transformers.AutoConfig.register(FlashMHFConfig.model_type, FlashMHFConfig, exist_ok=True)
 for _auto, _model in AUTO_CLASSES.items():

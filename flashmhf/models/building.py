@@ -1,4 +1,4 @@
-"""How a model of transformers gets again what record.py records of it: built as its class is, saved as it is now.
+"""How a model of transformers gets again what record.py records of it, and is recorded as it is saved.
 
 Importing this module wraps two methods of PreTrainedModel, each with its reason.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import transformers
-from torch import nn
 from transformers import PreTrainedModel, initialization
 
 from ..nn import FlashMHF
@@ -19,7 +18,8 @@ from ..nn.init import INITIALIZER_RANGE
 from ..nn.weights import mark_drawn
 from ..quantize import Fp8FlashMHF
 from ..quantize.modules import METHOD, quantise_named
-from .record import NETWORKS, FlashMHFFp8Config, networks_in, record
+from .quantization import FlashMHFFp8Config, names_in
+from .record import NETWORKS, networks_in, record
 
 
 def build(model: PreTrainedModel) -> None:
@@ -48,31 +48,9 @@ def build(model: PreTrainedModel) -> None:
         model.set_submodule(name, network)
     if any(network.placed and network.k.is_meta for network in networks_in(model, FlashMHF).values()):
         model.initialize_weights = functools.partial(_draw_missing, model)
-    # a dict is what is recorded; FlashMHFFp8Config asks for quantisation after the weights are loaded, by a quantizer
+    # a dict is what is recorded; the class asks for quantisation after the weights are loaded, by the quantizer
     if isinstance(stored, dict) and stored.get("quant_method") == METHOD:
-        fp8 = FlashMHFFp8Config.from_dict(stored).fp8
-        quantise_named(model, fp8_names(model, fp8))
-
-
-def names_in(model: nn.Module, recorded: Iterable[str], whole: bool = False) -> dict[str, str]:
-    """Return the names of recorded networks in a model, or in one that is a part of it or holds it; either may be
-    loaded alone. Raises ValueError if some are missing; of a part, and not the ``whole``, all may be.
-    """
-    modules, prefix = dict(model.named_modules(remove_duplicate=False)), getattr(model, "base_model_prefix", "") + "."
-    names = {name: (name, prefix + name, name.removeprefix(prefix)) for name in recorded}
-    found = {name: next((each for each in ways if each in modules), None) for name, ways in names.items()}
-    lost = [name for name, each in found.items() if each is None]
-    if lost and (whole or len(lost) < len(found)):
-        raise ValueError(f"{type(model).__name__} has no {lost[0]}, which its configuration records")
-    return {} if lost else found
-
-
-def fp8_names(model: nn.Module, fp8: bool | list[str], whole: bool = False) -> list[str]:
-    """Return the names of the FlashMHF networks that are recorded as in FP8 and are not."""
-    present = networks_in(model, FlashMHF)
-    if isinstance(fp8, list):
-        return [name for name in names_in(model, fp8, whole).values() if name in present]
-    return list(present) if fp8 else []
+        quantise_named(model, FlashMHFFp8Config.from_dict(stored).names(model))
 
 
 def _draw_missing(model: PreTrainedModel) -> None:
@@ -83,54 +61,47 @@ def _draw_missing(model: PreTrainedModel) -> None:
         part.__dict__.pop("initialize_weights", None)
     with initialization.guard_torch_init_functions():  # leaves alone what is loaded
         for network in networks_in(model, FlashMHF).values():
-            tensors = [*network.parameters()]
-            if network.placed and not all(each.is_meta or hasattr(each, "_is_hf_initialized") for each in tensors):
+            here = (each.is_meta or hasattr(each, "_is_hf_initialized") for each in network.parameters())
+            if network.placed and not all(here):
                 network.reset_parameters()
                 mark_drawn(network)
     model.initialize_weights()
 
 
-def missing(feature: str, error: Exception) -> None:
-    """Warn that transformers has renamed what a feature needs."""
-    warnings.warn(f"{feature} needs what transformers {transformers.__version__} lacks: {error!r}", stacklevel=3)
-
-
-def _wrapped(feature: str) -> Callable:
-    """Have a function run in place of PreTrainedModel's method of its name, which it gets first."""
-
-    def wrap(ours: Callable) -> Callable:
-        try:
-            method = getattr(PreTrainedModel, ours.__name__)
-        except AttributeError as error:
-            missing(feature, error)
-        else:
-            call = functools.wraps(method)(lambda *args, **kwargs: ours(method, *args, **kwargs))
-            setattr(PreTrainedModel, ours.__name__, call)
-        return ours
-
-    return wrap
+def _wrapped(ours: Callable) -> Callable:
+    """Have the function run in place of PreTrainedModel's method of its name, which it gets first."""
+    method = getattr(PreTrainedModel, ours.__name__)
+    call = functools.wraps(method)(lambda *args, **kwargs: ours(method, *args, **kwargs))
+    setattr(PreTrainedModel, ours.__name__, call)
+    return ours
 
 
 # Without it LlamaForCausalLM of a swapped model's configuration would be a SwiGLU model, and from_pretrained would draw
 # SwiGLU networks and drop the weights of ours.
-@_wrapped("building models with replaced networks")
+@_wrapped
 def post_init(method: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     method(self, *args, **kwargs)
     build(self)
 
 
-# Without it a file would record what replace_ffn and quantize_ found in a model, not what it holds now: nothing of what
-# they put into a list of its layers, networks that have been taken out, other parts than those of pruned ones.
-@_wrapped("recording replaced and FP8 networks")
+# Without it files would record what replace_ffn and quantize_ found in a model, not what it holds now: nothing of what
+# they put into a list of its layers, and networks that have been taken out since.
+@_wrapped
 def save_pretrained(method: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     if not getattr(self, "_hf_peft_config_loaded", False):  # else it stores adapters, and no configuration
         record(self)
     return method(self, *args, **kwargs)
 
 
-try:
-    from transformers.fusion_mapping import _FUSION_REGISTRY, ModuleFusionSpec
+def register_fusion() -> None:
+    """Make the fusion known that the configuration of a model with replaced networks names."""
+    try:
+        from transformers.fusion_mapping import _FUSION_REGISTRY, ModuleFusionSpec
+    except ImportError as error:
+        found = f"transformers {transformers.__version__} refuses to load models with replaced networks: {error}"
+        warnings.warn(found, stacklevel=2)
+    else:
+        _FUSION_REGISTRY.setdefault(METHOD, ModuleFusionSpec())
 
-    _FUSION_REGISTRY.setdefault(METHOD, ModuleFusionSpec())  # what the configuration of a swapped model names
-except ImportError as _error:
-    missing("from_pretrained of models with replaced networks", _error)
+
+register_fusion()

@@ -6,20 +6,52 @@ from collections.abc import Iterable
 from typing import Any
 
 from safetensors import safe_open
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
-from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..nn import FlashMHF
 from ..nn.weights import check_held
-from ..quantize import Fp8FlashMHF, quantize_
+from ..quantize import LAYOUT, Fp8FlashMHF, quantize_
 from ..quantize.modules import METHOD, quantise_named
 from ..quantize.packing import check_layout
-from .building import fp8_names
 from .modeling import check_complete
-from .record import FlashMHFFp8Config, is_fp8, networks_in, record
+from .record import is_fp8, networks_in, record
 
 _STORED_DTYPES = {"k8": "F8_E4M3", "u8": "F8_E4M3", "v8": "F8_E4M3", "scales": "F32", "layout": "U8"}
+
+
+@register_quantization_config(METHOD)
+class FlashMHFFp8Config(QuantizationConfigMixin):
+    """Have ``from_pretrained(directory, quantization_config=FlashMHFFp8Config())`` quantise the FlashMHF networks.
+
+    :func:`flashmhf.quantize.quantize_` quantises any model after it is loaded. fp8: True for all networks, or the names
+    of some. layout: the version of packed weights. Raises ValueError for another value and for other entries, which a
+    later version may have written.
+    """
+
+    def __init__(
+        self, *, fp8: bool | list[str] = True, layout: int = LAYOUT, quant_method: str = METHOD, **others: Any
+    ) -> None:
+        if others:
+            raise ValueError(f"quantization_config has {sorted(others)}, which this version does not know")
+        if layout != LAYOUT:
+            found = f"layout of the packed weights is {layout!r}"
+            raise ValueError(f"{found}; supported: {LAYOUT}. Pack them again with this version")
+        if quant_method != METHOD:
+            raise ValueError(f"quant_method is {quant_method!r}; supported: {METHOD!r}")
+        if not isinstance(fp8, bool | list):
+            raise ValueError(f"fp8 is {fp8!r}; supported: True, False, or a list of names")
+        self.quant_method, self.fp8, self.layout = quant_method, fp8, layout
+
+    def names(self, model: nn.Module, whole: bool = False) -> list[str]:
+        """Return which FlashMHF networks of ``model`` are to be in FP8 and are not. Raises what names_in raises."""
+        present = networks_in(model, FlashMHF)
+        if isinstance(self.fp8, list):
+            return [name for name in names_in(model, self.fp8, whole).values() if name in present]
+        return list(present) if self.fp8 else []
 
 
 @register_quantizer(METHOD)
@@ -40,12 +72,12 @@ class FlashMHFQuantizer(HfQuantizer):
             found = "an FP8 model on several processes (tp_plan, distributed_config)"
             raise NotImplementedError(f"{found}; supported: one process, device_map")
         if self.pre_quantized:
-            quantise_named(model, fp8_names(model, self.quantization_config.fp8, whole=True))
+            quantise_named(model, self.quantization_config.names(model, whole=True))
             _check_dtypes(networks_in(model, Fp8FlashMHF), checkpoint_files or ())
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if not self.pre_quantized:
-            names = fp8_names(model, self.quantization_config.fp8, whole=True)
+            names = self.quantization_config.names(model, whole=True)
             if not names:
                 raise ValueError("model holds no FlashMHF")
             for name in names:
@@ -59,6 +91,19 @@ class FlashMHFQuantizer(HfQuantizer):
                 check_layout(network.layout)
         record(model)
         model.requires_grad_(False)  # the FP8 operators refuse inputs that require a gradient
+
+
+def names_in(model: nn.Module, recorded: Iterable[str], whole: bool = False) -> dict[str, str]:
+    """Return the names of recorded networks in a model, or in one that is a part of it or holds it; either may be
+    loaded alone. Raises ValueError if some are missing; of a part, and not the ``whole``, all may be.
+    """
+    modules, prefix = dict(model.named_modules(remove_duplicate=False)), getattr(model, "base_model_prefix", "") + "."
+    names = {name: (name, prefix + name, name.removeprefix(prefix)) for name in recorded}
+    found = {name: next((each for each in ways if each in modules), None) for name, ways in names.items()}
+    lost = [name for name, each in found.items() if each is None]
+    if lost and (whole or len(lost) < len(found)):
+        raise ValueError(f"{type(model).__name__} has no {lost[0]}, which its configuration records")
+    return {} if lost else found
 
 
 def _check_dtypes(networks: Iterable[str], files: Iterable[str]) -> None:

@@ -1,6 +1,8 @@
 """The language model on transformers: construction, loss, generation, storage, compilation, presets, heads."""
 
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,6 +105,30 @@ def test_a_saved_model_loads_where_flashmhf_is_not_imported(tmp_path):
             assert (again / name).read_text() == (directory / name).read_text()
         names = "config.json generation_config.json model.safetensors modeling_flashmhf.py"
         assert {path.name for path in again.iterdir()} == set(names.split())
+
+
+def test_an_uploaded_configuration_has_the_module_that_it_names(monkeypatch, tmp_path):
+    class Hub:
+        def create_repo(self, repo_id, **settings):
+            return SimpleNamespace(repo_id=repo_id)
+
+        def create_commit(self, repo_id, operations, **settings):
+            self.files = {operation.path_in_repo for operation in operations}
+
+    hub, config = Hub(), preset("flashmhf-tiny").config()
+    for module in (transformers.utils.hub, transformers.configuration_utils):
+        monkeypatch.setattr(module, "hf_api", lambda: hub)
+    card = SimpleNamespace(save=lambda path: None)
+    monkeypatch.setattr(transformers.utils.hub, "create_and_tag_model_card", lambda *args, **settings: card)
+    for push in (
+        partial(config.save_pretrained, tmp_path, push_to_hub=True, repo_id="me/x", commit_message="first"),
+        partial(config.save_pretrained, tmp_path, True),  # once more, as a name that the directory gives
+        partial(config.push_to_hub, "me/x"),
+    ):
+        hub.files = set()
+        push()
+        assert hub.files == {"config.json", "modeling_flashmhf.py"}
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "modeling_flashmhf.py"}
 
 
 def test_rotary_frequencies_keep_float32(tmp_path):

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from small_models import foreign, tiny  # noqa: E402
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
 from torch.nn.utils import prune  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, fusion_mapping  # noqa: E402
 
 import flashmhf  # noqa: E402
 from flashmhf import quantize  # noqa: E402
-from flashmhf.models import FlashMHFForCausalLM, FlashMHFFp8Config, load  # noqa: E402
+from flashmhf.models import FlashMHFForCausalLM, FlashMHFFp8Config, building, load  # noqa: E402
 from flashmhf.models.quantization import FlashMHFQuantizer, quantise  # noqa: E402
 from flashmhf.testing import relative_l2  # noqa: E402
 
@@ -302,13 +302,31 @@ for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, t
         assert "Unknown fusion type: flashmhf" in str(error), error
     else:
         raise SystemExit(f"{kind.__name__} loads it")
+before = dict(vars(transformers.PreTrainedModel))
+import flashmhf.models
+after = vars(transformers.PreTrainedModel)
+assert {name for name in after if after[name] is not before.get(name)} == {"post_init", "save_pretrained"}
+assert "flashmhf" not in str(transformers.PreTrainedConfig.from_pretrained(sys.argv[2]))
+kind.from_pretrained(sys.argv[1])
 """
 
 
-def test_transformers_by_itself_refuses(tmp_path):
-    """It warns about a method that it does not know, and would draw SwiGLU networks."""
-    replaced().save_pretrained(tmp_path)
-    run_python("-c", REFUSED, tmp_path)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_transformers_by_itself_refuses(fp8, tmp_path):
+    """It would draw SwiGLU networks. The import changes two methods of transformers."""
+    model = replaced()
+    if fp8:
+        quantize.quantize_(model)
+    model.save_pretrained(tmp_path / "replaced")
+    foreign().save_pretrained(tmp_path / "other")
+    run_python("-c", REFUSED, tmp_path / "replaced", tmp_path / "other")
+
+
+def test_what_transformers_has_renamed_costs_one_feature(monkeypatch):
+    """Models with replaced networks are then refused, as they are without the import."""
+    monkeypatch.delattr(fusion_mapping, "_FUSION_REGISTRY")
+    with pytest.warns(UserWarning, match="models with replaced networks: .*_FUSION_REG"):
+        building.register_fusion()
 
 
 @pytest.mark.parametrize("part", [None, "layers"])
@@ -346,7 +364,7 @@ UNRECORDED = {  # what is done to a model, and the error
     "a method of its own": (lambda model: setattr(mlp(model), "_mix", lambda q: q / 2),
      "model.layers.1.mlp is a FlashMHF with a _mix of its own, which is not recorded"),
     "quantised otherwise": (lambda model: (quantize.quantize_(model), quantised_by_torchao(model)),
-     "LlamaForCausalLM is quantised by 'torchao'; supported: no other method beside FP8"),
+     "LlamaForCausalLM is quantised by 'torchao'; supported: no other method"),
 }  # fmt: skip
 
 
@@ -411,6 +429,13 @@ def test_the_trainer_and_adapters_take_a_reloaded_model(tmp_path):
     merged = again.merge_and_unload().eval()
     torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-4, atol=1e-5)
     quantize.quantize_(reloaded(merged, tmp_path / "merged"))
+
+    tiny().save_pretrained(tmp_path / "ours")  # as docs/lora.md says of adapters without a task
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False))
+    tuned.save_pretrained(tmp_path / "untold")
+    again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "untold", import_allowlist=["flashmhf"])
+    assert torch.equal(again(IDS).logits, tuned(IDS).logits)
 
 
 # FP8

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import math
+import random
 import re
 import sys
 from pathlib import Path
@@ -128,6 +129,14 @@ def test_generation(trained):
     sampled = [generation.generate(model, tokenizer, "the cat", seed=seed, **hot) for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
     assert isinstance(generation.generate(model, tokenizer, "", **settings), str)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    generation.generate(model, tokenizer, "the cat", seed=5, **hot)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    torch.manual_seed(7)
+    following = [generation.generate(model, tokenizer, "the cat", **hot) for _ in range(2)]
+    torch.manual_seed(7)
+    assert [generation.generate(model, tokenizer, "the cat", **hot) for _ in range(2)] == following
+    assert following[0] != following[1]  # without a seed the process's state goes on
 
 
 @pytest.mark.parametrize(("prompt", "settings", "message"), [
