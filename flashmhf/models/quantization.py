@@ -12,6 +12,7 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..backends.fp8_layout import check_packed
 from ..nn import FlashMHF
 from ..nn.weights import check_held
 from ..quantize import LAYOUT, Fp8FlashMHF, quantize_
@@ -89,6 +90,7 @@ class FlashMHFQuantizer(HfQuantizer):
             check_complete(f"the checkpoint of this {type(model).__name__}", [f"{name}.{key}" for key in lost])
             if not network.layout.is_meta:
                 check_layout(network.layout)
+                check_packed(*network.packed.tensors)  # transformers 5.17 takes other shapes
         record(model)
         model.requires_grad_(False)  # the FP8 operators refuse inputs that require a gradient
 

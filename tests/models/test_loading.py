@@ -93,7 +93,7 @@ DAMAGED = {  # kind, what is done to its directory, and the error
         "configuration in .* not that of a model",
     ),
     "a list of types": ("own", partial(configured, model_type=["flashmhf"]), "configuration in .* not that of a model"),
-    "a list": ("own", partial(written, text="[]"), "model_type"),
+    "a list": ("own", partial(written, text="[]"), "model_type|configuration in .* is not that of a model"),
     "null": ("own", partial(written, text="null"), "configuration in .* is not that of a model"),
     "a number": ("own", partial(written, text="3"), "configuration in .* is not that of a model"),
     "no JSON": ("own", partial(written, text="{"), "configuration in .* is not that of a model"),
