@@ -42,7 +42,7 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     "docs/api.md": {"deterministic": kernels.deterministic},
     "docs/fp8.md": {"networks": fp8.networks},
     "docs/serving.md": {"generate": models.generation, "vllm": models.vllm},
-    "docs/scaling.md": {"memory": several_gpus.memory, "training": several_gpus.training},
+    "docs/scaling.md": {"7b": several_gpus.large, "memory": several_gpus.memory, "training": several_gpus.training},
 }
 
 

@@ -17,9 +17,6 @@ def feed_forward(run: Run) -> Network:
     networks = {
         "swiglu": lambda: flashmhf.SwiGLU(run.d_model, run.width),
         "flashmhf": lambda: flashmhf.FlashMHF(run.d_model, run.heads, run.subnets, run.width // run.subnets),
-        "mh_ffn": lambda: flashmhf.MHFFN(run.d_model, run.heads, run.width),
-        "pkv": lambda: flashmhf.ParametricKV(run.d_model, run.heads, run.width),
-        "dense_moe": lambda: flashmhf.DenseMoE(run.d_model, run.subnets, run.width // run.subnets),
     }
     if run.ffn not in networks:
         raise ValueError(f"{run.name}: ffn is {run.ffn!r}; supported: {', '.join(networks)}")

@@ -77,10 +77,7 @@ SIZES = {
         *_flagship(1, 16, 64, 256),
     ),
 }
-QUICK = {
-    direction: (FLAGSHIP, *(size for size in sizes if size.d_h != 128), *_flagship(1))
-    for direction, sizes in SIZES.items()
-}
+QUICK = {name: (FLAGSHIP, *(size for size in sizes if size.d_h != 128), *_flagship(1)) for name, sizes in SIZES.items()}
 
 
 @dataclass(frozen=True)
@@ -267,16 +264,11 @@ def cell(direction: str, backend: str, size: Size, dtype: torch.dtype, *, compar
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backend", nargs="+", choices=tuple(flashmhf.info().reasons), help="default: the first that is usable here"
-    )
-    parser.add_argument(
-        "--shapes", nargs="+", type=Size.parse, default=[], metavar="T,H,d_h,E,d_e", help="default: the paper's"
-    )
-    parser.add_argument(
-        "--alone", action="store_true", help="with --shapes: the operator without what it is compared with"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    add = parser.add_argument
+    add("--backend", nargs="+", choices=flashmhf.info().reasons, help="the first usable here")
+    add("--shapes", nargs="+", type=Size.parse, default=[], metavar="T,H,d_h,E,d_e", help="default: the paper's")
+    add("--alone", action="store_true", help="with --shapes: the operator without what it is compared with")
+    add("--quick", action="store_true", help="fewer shapes")
 
 
 def cells(options: argparse.Namespace, context: Context) -> list[Cell]:

@@ -8,7 +8,8 @@ from ..harness.markdown import table
 from ..records import SCALES, Records, by, by_scale, fixed, machine, ratio
 from .layers import FASTER
 
-BOTH = {"flashmhf", "swiglu"}
+FFNS = ("flashmhf", "swiglu")
+BOTH = set(FFNS)
 
 
 def training_cells(record: dict) -> dict[tuple[str, bool], dict[tuple, dict[str, dict]]]:
@@ -80,13 +81,14 @@ def training_depth(records: Records) -> str:
     return f"{table(header, lines, words=(0,))}\n\n{machine(what, record)}"
 
 
-def prefill(records: Records) -> str:
-    """Whole models over prompts, every block compiled."""
-    record, lines = records["model"], []
+def prefill(records: Records, name: str = "model") -> str:
+    """Whole models over prompts, every block compiled; in FP8 where both networks were."""
+    record, lines = records[name], []
     for (scale, batch, length), rows in by(record["rows"], "scale", "batch", "length").items():
-        ours, theirs = (rows.get(f"{name} compiled", {}).get("ms", {}).get("p50") for name in ("flashmhf", "swiglu"))
-        cells = [fixed(ours, 1), fixed(theirs, 1), fixed(ratio(theirs, ours), 2)]
-        lines.append([scale.upper(), f"{batch} x {length:,}", *cells])
+        for way in (way for way in ("", " fp8") if f"flashmhf{way} compiled" in rows):
+            ours, theirs = (rows.get(f"{each}{way} compiled", {}).get("ms", {}).get("p50") for each in FFNS)
+            cells = [fixed(ours, 1), fixed(theirs, 1), fixed(ratio(theirs, ours), 2)]
+            lines.append([scale.upper() + way.upper(), f"{batch} x {length:,}", *cells])
     header = ["model", "prompts", "FlashMHF, ms", "SwiGLU, ms", FASTER]
     what = "Compiled blocks, random weights, bf16, to the last token of each prompt"
     return f"{table(header, lines)}\n\n{machine(what, record)}"

@@ -34,6 +34,24 @@ def training(records: Records) -> str:
     return f"{table(header, lines, words=(0,))}\n\n{software(what, found.values())}"
 
 
+def large(records: Records) -> str:
+    """A line per network and depth, all under FSDP2 over four GPUs."""
+    record = records["distributed_7b_x4"]
+    rows, lines = {row["subject"]: row for row in record["rows"]}, []
+    titles = {"swiglu": "SwiGLU, 32 layers", "swiglu:networks": "the same, its networks checkpointed"}
+    titles |= {"flashmhf": "FlashMHF, 27 layers", "flashmhf 28 layers": "FlashMHF, 28 layers"}
+    for subject, title in titles.items():
+        row = rows[subject]
+        faster = [
+            fixed(row["tokens_per_s"] / rows[other]["tokens_per_s"], 2) for other in ("swiglu", "swiglu:networks")
+        ]
+        open_ms = fixed(row["open_communication_ms"], 0)
+        lines.append([title, fixed(row["tokens_per_s"], 0), *faster, fixed(row["memory_mib"] / 1024, 1), open_ms])
+    header = ["7B", "tokens/s", FASTER, "÷ checkpointed SwiGLU's", "GiB per GPU", "open communication, ms"]
+    what = f"FSDP2 over four {gpu(record)}s, a sequence of 4,096 tokens each, compiled blocks, AdamW, bf16 autocast"
+    return f"{table(header, lines, words=(0,))}\n\n{software(what, [record])}"
+
+
 def memory(records: Records) -> str:
     """The largest model's memory per GPU with FSDP2 over all, measured or computed from that on one."""
     record = records["train"]
