@@ -29,8 +29,7 @@ from .fp8 import Fp8SwiGLU
 FFNS = ("flashmhf", "swiglu")
 NEW = 128  # tokens generated
 CACHES = ("static", "dynamic")  # transformers compiles the model for the first
-# what backward computes again, as rows have it
-CHECKPOINTED = {"": False, "blocks": True, "networks": "networks", "q": "q"}
+CHECKPOINTED = {"": False, "blocks": True, "networks": "networks", "q": "q"}  # what backward computes again, in rows
 BATCHES = {"prefill": (1, 8), "generate": (1, 8, 32), "train": (8,)}
 SMALLER = {("train", "1.3b"): (4,)}  # what fits into 80 GB without checkpointing
 FP8_DISTANCE = 0.3  # at most, of FP8 logits from those of bf16, relative L2
@@ -209,12 +208,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--fp8", action="store_true", help="generate, model: also with feed-forward networks in FP8")
     add("--caches", nargs="+", choices=CACHES, default=CACHES, help="generate: both")
     add("--blocks", nargs="+", choices=(ways := ("eager", "compiled")), default=ways, help="train and model: both")
-    add(
-        "--ways",
-        nargs="+",
-        metavar="NETWORK[:blocks|:networks|:q]",
-        help="train: what is checkpointed behind the colon",
-    )
+    add("--ways", nargs="+", metavar="NETWORK[:blocks|:networks|:q]", help="train: what backward computes again")
     add("--fused-loss", action="store_true", help="train: a loss that never holds all logits")
     add("--new", type=int, default=NEW, help=f"generate: tokens ({NEW})")
     add("--steps", type=int, default=10, help="train: steps that count (10)")

@@ -23,7 +23,7 @@ def training_cells(record: dict) -> dict[tuple[str, bool], dict[tuple, dict[str,
 def training(records: Records) -> str:
     """A line per setting of compiled models, both in it; a model that did not run has no figures."""
     record, lines = records["train"], []
-    compiled = [row for row in record["rows"] if row["blocks"] == "compiled" and row["checkpointing"] != "networks"]
+    compiled = [row for row in record["rows"] if row["blocks"] == "compiled" and row["checkpointing"] in (False, True)]
     for (scale, checkpointing, batch, length), rows in by_scale(compiled, "checkpointing", "batch", "length"):
         pair = [rows.get(name, {}) for name in ("flashmhf", "swiglu")]
         speeds = [row.get("tokens_per_s") for row in pair]
@@ -37,7 +37,7 @@ def training(records: Records) -> str:
     return f"{table(header, lines, words=(0,))}\n\n{what}"
 
 
-WAYS = {False: "", "networks": ", networks checkpointed", True: ", blocks checkpointed"}
+WAYS = {False: "", "q": ", Q recomputed", "networks": ", networks checkpointed", True: ", blocks checkpointed"}
 
 
 def contexts(records: Records) -> str:
