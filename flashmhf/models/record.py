@@ -39,7 +39,8 @@ def described(model: PreTrainedModel, changes: bool = False) -> tuple[dict[str, 
             raise ValueError(f"{name} is a {type(network).__name__} with a {own} of its own, which is not recorded")
         if "_orig_mod" in name.split("."):
             raise ValueError(f"{name} is compiled, and no model has this name; supported: compiled by .compile()")
-        settings = {argument: getattr(network, argument) for argument in sorted(_ARGUMENTS)}
+        # FP8 has none of training
+        settings = {each: getattr(network, each) for each in sorted(_ARGUMENTS) if hasattr(network, each)}
         settings["bias"] = getattr(network.in_proj, "bias", None) is not None
         if network.q_norm is not None:
             settings |= {"q_norm": True, "q_norm_eps": network.q_norm.eps}
