@@ -56,9 +56,19 @@ class Fp8FlashMHF(FixedDtypes, Contiguous, RoutedHeads):
             raise ValueError(f"activation is {network.activation!r}; supported in FP8: 'silu'")
         if any(map(torch_private.is_dtensor, network.parameters())):
             raise NotImplementedError("network has DTensors; supported: networks before parallelize or fully_shard")
-        if network._forward_hooks or network._forward_pre_hooks:  # such as the all-reduce of flashmhf.distributed.shard
-            raise NotImplementedError("network has forward hooks, which would be lost; supported: hooks set afterwards")
+        for name, held in vars(network).items():  # such as the all-reduce of flashmhf.distributed.shard
+            if name.endswith("_hooks") and held:
+                found = f"network has {name.strip('_').replace('_', ' ')}, which would be lost"
+                raise NotImplementedError(f"{found}; supported: hooks set afterwards")
+        expected = {"k", "u", "v", "router", "in_proj", "out_proj", "q_norm"}
+        more = [name for held in (network._parameters, network._buffers, network._modules) for name in held]
+        if more := [name for name in more if name not in expected]:
+            raise NotImplementedError(f"network holds {more[0]}, which would be lost; supported: FlashMHF's own state")
+        if network._compiled_call_impl is not None:
+            raise NotImplementedError("network is compiled; supported: compile() of the result")
         super().__init__()
+        own = vars(self).keys() | {"scheme", "_drawn_projections", "forward"}
+        self.__dict__ |= {name: value for name, value in vars(network).items() if name not in own}
         for name in _KEPT:
             setattr(self, name, getattr(network, name))
         packed = pack_fp8(*(weight.detach() for weight in network._networks()))

@@ -180,6 +180,32 @@ def test_states_of_other_kinds_are_refused(assign):
             served.load_state_dict({**state, f"0.{name}": value}, assign=assign, strict=False)
 
 
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda m: m.register_forward_hook(lambda *_: None), "forward hooks"),
+    (lambda m: m.register_full_backward_hook(lambda *_: None), "backward hooks"),
+    (lambda m: m.register_state_dict_post_hook(lambda *_: None), "state dict hooks"),
+    (lambda m: m.register_state_dict_pre_hook(lambda *_: None), "state dict pre hooks"),
+    (lambda m: m.register_load_state_dict_pre_hook(lambda *_: None), "load state dict pre hooks"),
+    (lambda m: m.register_load_state_dict_post_hook(lambda *_: None), "load state dict post hooks"),
+    (lambda m: m.register_buffer("step", torch.zeros(1)), "network holds step"),
+    (lambda m: m.add_module("probe", nn.Linear(128, 1)), "network holds probe"),
+    (lambda m: m.register_parameter("scale", nn.Parameter(torch.ones(1))), "network holds scale"),
+    (lambda m: m.compile(), "network is compiled"),
+])  # fmt: skip
+def test_what_packing_would_lose_is_refused_by_name(change, message):
+    model = nn.Sequential(flashmhf.FlashMHF(128, 2, 3, 32))
+    change(network := model[0])
+    with pytest.raises(NotImplementedError, match=message):
+        quantize.quantize_(model)
+    assert model[0] is network
+
+
+def test_attributes_are_kept():
+    network = flashmhf.FlashMHF(128, 2, 3, 32)
+    network.layer_idx = 3
+    assert quantize.to_fp8(network).layer_idx == 3
+
+
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_hook_may_upgrade_an_older_state(assign):
     served, other = (quantize.to_fp8(flashmhf.FlashMHF(128, 2, 3, 32)) for _ in range(2))
