@@ -105,6 +105,9 @@ transforms: Callable[[], bool] = find("torch._C._are_functorch_transforms_active
 function_modes: Callable[[], int] = find("torch._C._len_torch_function_stack", _one)
 _mode_stack: Callable[[], list] | None = find("torch.overrides._get_current_function_mode_stack")
 _dispatch_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack", _one)
+is_profiled: Callable[[], bool] = find(
+    "torch._C._autograd._profiler_enabled", lambda: True
+)  # with the operators' names
 # of the vmap in which autograd takes batches of gradients; no question above sees it
 is_batched: Callable[[Tensor], bool] = find("torch._C._functorch.is_legacy_batchedtensor", lambda _: True)
 _is_differentiated: Callable[[Tensor], bool] | None = find("torch._C._functorch.is_gradtrackingtensor")

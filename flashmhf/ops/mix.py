@@ -194,8 +194,9 @@ class _FirstOrder(torch.autograd.Function):
 def gradients(call: Call) -> Result:
     """Run a call with ``grad_out``, past the dispatcher where nobody watches."""
     grad_out = call.grad_out
-    watched = torch.is_grad_enabled() or torch_private.is_batched(grad_out) or not is_direct(*_tensors(call))
-    return _dispatch(call) if watched or torch_private.autocasts(grad_out.device.type) else values(call)
+    watched = torch.is_grad_enabled() or torch_private.is_batched(grad_out) or torch_private.is_profiled()
+    watched = watched or not is_direct(*_tensors(call)) or torch_private.autocasts(grad_out.device.type)
+    return _dispatch(call) if watched else values(call)
 
 
 def _tensors(call: Call) -> tuple[Tensor | None, ...]:
@@ -296,7 +297,8 @@ def gated_flash_mhf(
     """Compute :func:`flash_mhf` with r = gate(q, w, eps), w [H, d_h, E]: on the hopper back end in the same kernel."""
     if backend == REFERENCE:
         return _definition(q, k, u, v, Router(w, eps), activation)
-    if is_direct(q, k, u, v, w) and not torch_private.autocasts(q.device.type):
+    watched = not is_direct(q, k, u, v, w) or torch_private.is_profiled() or torch_private.autocasts(q.device.type)
+    if not watched:
         call = _gated_forward(q, k, u, v, w, eps, deterministic=deterministic, backend=backend, activation=activation)
         return _differentiable(values, call, (q, k, u, v, w, None))
     how = {"deterministic": deterministic, "backend": backend, "activation": activation}
