@@ -2,7 +2,9 @@
 
 import functools
 import re
+import sys
 import zipfile
+from pathlib import Path
 
 import fake_hopper
 import pytest
@@ -192,3 +194,33 @@ def test_fakes(gate, needs):
         settings = (True, *needs) if "backward" in name else (True,)
         op = getattr(torch.ops.flashmhf_hopper, name)
         torch.library.opcheck(op, (*given, *settings), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_python_calls_until_the_kernels_have_the_tensors():
+    """A user waits for each: an eager step at small batches is bound by the host."""
+    module, names = network(), []
+    x = X.clone().requires_grad_()
+    package = str(Path(flashmhf.__file__).parent)
+
+    def count(function):
+        def note(frame, event, _):
+            if frame.f_code.co_filename == fake_hopper.__file__:
+                sys.setprofile(None)
+            elif event == "call" and frame.f_code.co_filename.startswith(package):
+                names.append(frame.f_code.co_name)
+
+        names.clear()
+        sys.setprofile(note)
+        try:
+            return function(), len(names)
+        finally:
+            sys.setprofile(None)
+
+    module(x).sum().backward()
+    out, forward = count(lambda: module(x))
+    with torch.autograd.set_multithreading_enabled(False):
+        _, backward = count(out.sum().backward)
+    with torch.no_grad():
+        _, inference = count(lambda: module(x))
+    assert (forward <= 28, backward <= 28, inference <= 12) == (True,) * 3, (forward, backward, inference, names)
+    assert min(forward, backward, inference) > 3
