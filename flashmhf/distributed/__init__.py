@@ -18,11 +18,11 @@ __all__ = ["HeadParallel", "Rank", "parallelize", "plan", "shard", "shard_placem
 
 
 @functools.cache
-def register_rules() -> None:
+def _register_rules() -> None:
     torch_private.register("sharding rules", lambda: importlib.import_module(f"{__name__}.sharding"))
 
 
-torch_private.answer("sharding rules", "torch.distributed.tensor", "DTensor", register_rules)
+torch_private.answer("sharding rules", "torch.distributed.tensor", "DTensor", _register_rules)
 
 
 def __getattr__(name: str) -> Any:

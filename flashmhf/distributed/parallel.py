@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from types import CodeType
@@ -15,15 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from .. import checks
+from .. import checks, torch_private
 from ..checks import positive
 from ..nn import MHFFN, DenseMoE, FlashMHF, SwiGLU
 from ..nn.multihead import MultiHead
 from ..nn.weights import check_held, check_whole
 from ..quantize import Fp8FlashMHF
-from . import register_rules
 
-register_rules()
+torch_private.register("sharding rules", lambda: importlib.import_module(f"{__package__}.sharding"))
 _DIVIDED = (FlashMHF, MHFFN, SwiGLU)
 _NOT_REPLICATED = (nn.MultiheadAttention, nn.RNNBase, nn.modules.batchnorm._BatchNorm)
 
