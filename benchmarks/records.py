@@ -31,9 +31,8 @@ class Records:
         return record
 
     def parts(self, name: str) -> list[dict]:
-        """The records ``name_PART_DEVICE.json`` of the first device that has one."""
-        found = [sorted(self.folder.glob(f"{name}_*_{device}.json")) for device in DEVICES]
-        return [self.read(path.name) for path in next(filter(None, found))]
+        """The records ``name_PART_DEVICE.json`` of all devices."""
+        return [self.read(path.name) for path in sorted(self.folder.glob(f"{name}_*_*.json"))]
 
     def several_gpus(self, part: str) -> dict[int, dict]:
         """Number of GPUs of one host -> the record of `benchmarks.distributed`, of those that have ``part``."""

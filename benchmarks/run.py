@@ -83,8 +83,9 @@ def make_context(options: argparse.Namespace):
     from .harness.measure import Context
 
     if options.memory:
-        whole = torch.cuda.get_device_properties(options.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * 2**30 / whole), options.device)
+        with torch.cuda.device(options.device):
+            whole = torch.cuda.get_device_properties().total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * 2**30 / whole))
     return Context(
         options.device, DTYPES[options.dtype], rounds=options.rounds, window_seconds=options.window,
         deadline=time.monotonic() + options.budget, log=lambda line: print(line, file=sys.stderr, flush=True),

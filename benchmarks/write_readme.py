@@ -38,6 +38,8 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
         "implementations": layers.implementations,
         "paper": layers.beside_the_paper,
         "models": models.prefill,
+        "7b": models.prefill_7b,
+        "contexts": models.contexts,
     },
     "docs/api.md": {"deterministic": kernels.deterministic},
     "docs/fp8.md": {"networks": fp8.networks},

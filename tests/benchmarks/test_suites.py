@@ -172,11 +172,11 @@ def test_the_table_of_contexts_has_the_fastest_way_that_fits(tmp_path):
         path.write_text(json.dumps({"environment": where, "rows": rows}))
     lines = [re.sub(" +", " ", line) for line in contexts(Records(tmp_path)).splitlines()]
     assert lines[2:5] == [
-        "| 1.3B, 1 x 4,096 | 20 layers | 9 | 40.0 | SwiGLU | 10 | 40.0 | 0.90 |",
-        "| 1.3B, 1 x 65,536 | 20 layers | 5 | 40.0 | SwiGLU, blocks checkpointed | 4 | 40.0 | 1.25 |",
-        "| 1.3B, 1 x 65,536 | 22 layers | 4 | 40.0 | SwiGLU, blocks checkpointed | 4 | 40.0 | 1.10 |",
+        "| 1.3B, 1 x 4,096, H100 | 20 layers | 9 | 40.0 | SwiGLU | 10 | 40.0 | 0.90 |",
+        "| 1.3B, 1 x 65,536, H100 | 20 layers | 5 | 40.0 | SwiGLU, blocks checkpointed | 4 | 40.0 | 1.25 |",
+        "| 1.3B, 1 x 65,536, H100 | 22 layers | 4 | 40.0 | SwiGLU, blocks checkpointed | 4 | 40.0 | 1.10 |",
     ]
-    assert lines[5] == "" and "80 GB" in lines[6] and "H100" in lines[6]
+    assert lines[5] == "" and "80 GB" in lines[6] and "torch 2.11.0" in lines[6]
 
 
 def test_models_of_recorded_trainings_have_their_parameters():
