@@ -1,10 +1,10 @@
-"""Cases of test_distributed.py: ``python distributed_runs.py PROCESSES CASE[,CASE...] [ARGUMENT...]`` runs them on gloo
-processes, with DISTRIBUTED_DEVICE=cuda on GPUs over NCCL. Every case compares with the same computation in one process.
-A failed assertion in any process is the exit status."""
+"""Cases of test_distributed.py, which run on gloo processes, or on GPUs over NCCL. Every case compares with the same
+computation in one process."""
 
 import copy
 import faulthandler
 import functools
+import multiprocessing
 import os
 import runpy
 import sys
@@ -38,7 +38,7 @@ from flashmhf.integrations.peft import stack_weights  # noqa: E402
 from flashmhf.quantize import to_fp8  # noqa: E402
 from flashmhf.testing import Problem, capturing, problem  # noqa: E402
 
-DEVICE = os.environ.get("DISTRIBUTED_DEVICE", "cpu")
+DEVICE = "cpu"  # or "cuda", in the processes of a case
 WAYS = {  # what is sharded: placements of tokens, weights and gradients of weights
     "heads": (Shard(2), Shard(0), Shard(0)),
     "tokens": (Shard(1), Replicate(), Partial()),
@@ -562,35 +562,36 @@ def transformers_plans(folder: str) -> None:
             equal(staged(ids).logits, whole(ids).logits)
 
 
-def _process(rank: int, processes: int, store: str, case: Callable, arguments: list[str]) -> None:
+def _process(rank: int, processes: int, folder: str, case: Callable, arguments: tuple, device: str) -> None:
+    global DEVICE
+    DEVICE = device
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
-    if DEVICE == "cuda":
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), NCCL_NVLS_ENABLE="0")
+    if device == "cuda":
         torch.cuda.set_device(rank)
         torch.set_default_device(f"cuda:{rank}")
-    backend = "nccl" if DEVICE == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=processes)
-    faulthandler.dump_traceback_later(100, exit=True)  # a process that waits for ever says where
-    try:
-        case(*arguments)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # the others wait in a collective for this one, and so would its own end
-    faulthandler.cancel_dump_traceback_later()
+    with open(os.path.join(folder, f"error of {rank}"), "w", encoding="utf-8") as stream:
+        faulthandler.dump_traceback_later(100, exit=True, file=stream)  # a process that waits for ever says where
+        try:
+            store = f"file://{folder}/store"
+            dist.init_process_group("nccl" if device == "cuda" else "gloo", store, rank=rank, world_size=processes)
+            case(*arguments)
+        except BaseException:
+            traceback.print_exc(file=stream)
+            stream.flush()
+            os._exit(1)  # the others wait in a collective for this one, and so would its own end
+        faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
 
-def main(cases: dict[str, Any]) -> None:
-    """Run the cases that the command line names, each in new processes."""
-    processes, names, arguments = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]
-    if {"training", "checkpoint", "example", "plans"} & set(names):
-        import flashmhf.models  # noqa: F401  once, and not in each process; transformers takes seconds
-    for name in names:
-        # forked: torch is imported once. A process that fails ends the others
-        with tempfile.TemporaryDirectory() as folder:
-            given = processes, os.path.join(folder, "store"), cases[name], arguments
-            torch.multiprocessing.start_processes(_process, given, nprocs=processes, start_method="fork")
-
-
-if __name__ == "__main__":
-    main(globals())
+def run(case: Callable, processes: int, *arguments: object, device: str = "cpu", start: str = "forkserver") -> None:
+    """Run a case in new processes, whose errors are this one's."""
+    # the fork server imports once what takes seconds
+    multiprocessing.set_forkserver_preload(["pytest", "torch._dynamo", "torch._inductor", "flashmhf.models", __name__])
+    with tempfile.TemporaryDirectory() as folder:
+        given = processes, folder, case, arguments, device
+        try:
+            torch.multiprocessing.start_processes(_process, given, nprocs=processes, start_method=start)
+        except torch.multiprocessing.ProcessExitedException as ended:
+            texts = [f"{path.name}:\n{path.read_text('utf-8')}" for path in sorted(Path(folder).glob("error of *"))]
+            pytest.fail("\n".join([str(ended), *texts]), pytrace=False)

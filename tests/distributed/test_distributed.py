@@ -2,7 +2,6 @@
 distributed_runs.py."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +11,13 @@ from torch import nn
 import flashmhf
 from flashmhf import quantize
 
-RUNS = Path(__file__).with_name("distributed_runs.py")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
 
 
-def run(cases: str, processes: int, *arguments: object, device: str = "cpu") -> None:
-    environment = {"DISTRIBUTED_DEVICE": device, "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1"}
-    run_python(RUNS, processes, cases, *arguments, **environment)
+def run(case: str, *arguments: object, **settings: object) -> None:
+    import distributed_runs
+
+    distributed_runs.run(getattr(distributed_runs, case), *arguments, **settings)
 
 
 @pytest.mark.gpu
@@ -29,26 +28,24 @@ def test_two_gpus(case):
     run(case, 2, device="cuda")
 
 
-@pytest.mark.parametrize(("processes", "cases"), [
-    (2, "rules"),
-    (4, "rules_on_two_dimensions,muon"),
-    (2, "module_cases,served_shard,mixed_precision,recomputed_q,initialisation,muon,refusals"),
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "processes"), [
+    ("rules", 2), ("rules_on_two_dimensions", 4), ("muon", 4), ("muon", 2),
+    *((case, 2) for case in "module_cases served_shard mixed_precision recomputed_q initialisation refusals".split()),
 ])  # fmt: skip
-def test_operators_modules_and_muon(processes, cases):
-    run(cases, processes)
+def test_operators_modules_and_muon(case, processes):
+    run(case, processes)
 
 
-@pytest.mark.parametrize(("processes", "cases"), [
-    pytest.param((4,), "training", marks=pytest.mark.slow),
-    ((2,), "example,plans"),
-    pytest.param((2,), "transformers_plans", marks=pytest.mark.slow),
-    ((4, 2, 1), "checkpoint"),
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "processes"), [
+    ("training", [4]), ("example", [2]), ("plans", [2]), ("transformers_plans", [2]), ("checkpoint", [4, 2, 1]),
 ])  # fmt: skip
-def test_language_models_train_as_in_one_process(processes, cases, tmp_path):
+def test_language_models_train_as_in_one_process(case, processes, tmp_path):
     pytest.importorskip("transformers")
-    folder = [tmp_path] if cases in ("checkpoint", "transformers_plans") else []
+    folder = [str(tmp_path)] if case in ("checkpoint", "transformers_plans") else []
     for count in processes:
-        run(cases, count, *folder)
+        run(case, count, *folder)
 
 
 @pytest.mark.parametrize(

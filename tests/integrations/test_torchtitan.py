@@ -30,7 +30,7 @@ def one_process(tmp_path_factory) -> Path:
 
 def run(folder: Path, dp: int, tp: int, *compiled: str) -> None:
     runs = Path(__file__).with_name("titan_runs.py")
-    run_python(runs, dp * tp, "case", folder, dp, tp, *compiled, OMP_NUM_THREADS="1")
+    run_python(runs, folder, dp, tp, *compiled, OMP_NUM_THREADS="1")
 
 
 @pytest.mark.parametrize("arguments", [(1, 2), (2, 1, "compile"), (2, 2)], ids=str)

@@ -1,4 +1,4 @@
-"""torchtitan's Llama 3 with FlashMHF over gloo: ``python titan_runs.py PROCESSES case FOLDER DP TP [compile]``. With DP
+"""torchtitan's Llama 3 with FlashMHF over gloo: ``python titan_runs.py FOLDER DP TP [compile]``. With DP
 and TP 1 it saves a checkpoint, a loss and gradients in FOLDER; otherwise it loads the checkpoint and compares."""
 
 import os
@@ -97,4 +97,4 @@ if __name__ == "__main__":
     sys.path.append(os.path.join(os.path.dirname(__file__), "..", "distributed"))
     import distributed_runs
 
-    distributed_runs.main({"case": case})
+    distributed_runs.run(case, int(sys.argv[2]) * int(sys.argv[3]), *sys.argv[1:], start="fork")
