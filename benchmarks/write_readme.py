@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, benchmarks/README.md and docs/ from the records in benchmarks/results.
+"""Writes the tables of benchmarks/README.md and docs/ from the records in benchmarks/results.
 
     $ python -m benchmarks.write_readme            # after a record has changed
     $ python -m benchmarks.write_readme --check    # changes nothing; exit status 1 when a file disagrees
@@ -22,7 +22,6 @@ from .tables import decision, fp8, kernels, layers, models, several_gpus
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WRITER = "benchmarks/write_readme.py"
 BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
-    "README.md": {"headline": layers.headline},
     "benchmarks/README.md": {
         "module": several_gpus.module,
         "operator": kernels.sixteen_bits,

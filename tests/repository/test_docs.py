@@ -228,7 +228,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     run_python(*command, cwd=ROOT, timeout=240, NO_MKDOCS_2_WARNING="1")
     reference = read(tmp_path / "site" / "reference" / "index.html")
     assert "q_norm_eps" in reference and "concat_H" in reference  # a signature and a docstring
-    assert "Should I use it?" in read(tmp_path / "site" / "index.html")
+    assert "The bargain" in read(tmp_path / "site" / "index.html")
 
 
 @pytest.mark.usefixtures("one_thread")
