@@ -310,6 +310,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.out:
             options.out.write_text(json.dumps(rows, indent=1))
         report(name, problem, timed, few)
+    print_rows(row, 8 * dtype.itemsize, rows)
     print(f"{time.monotonic() - begin:.0f} s", flush=True)
     return 0
 
@@ -327,12 +328,30 @@ def report(name: str, problem: Problem, timed: list[dict], few: bool) -> None:
 
 
 def words(entry: dict) -> str:
-    config = entry["config"]
+    used = f"{entry['registers']} registers, {entry['spilled']} bytes spilled, {entry['shared'] >> 10} KB"
+    return f"{written(entry['config'])}, {used}"
+
+
+def written(config: dict) -> str:
+    """A block shape as configs.py has it."""
     size = ", ".join(str(config[name]) for name in ("tokens", "inter", "warps", "stages"))
-    flags = "".join(f", {name}={config[name]}" for name in ("paired", "behind", "waves"))
-    return (
-        f"Config({size}{flags}) {entry['registers']} registers, {entry['spilled']} spilled, {entry['shared'] >> 10} KB"
-    )
+    behind = ", True" if config["behind"] else ""
+    waves = f", waves={config['waves']}" if config["waves"] != 2 else ""
+    return f"_pair({size}{behind})" if config["paired"] else f"Config({size}{', behind=True' if behind else ''}{waves})"
+
+
+def print_rows(gpu: str, bits: int, rows: list[dict]) -> None:
+    """The rows of configs.py with the fastest block shapes, and what each gains on the table's, timed first."""
+    for d_h in dict.fromkeys(entry["d_h"] for entry in rows):
+        shapes, gains = [], []
+        for kernel in KERNELS:
+            timed = [x for x in rows if (x["kernel"], x["d_h"]) == (kernel, d_h) and "ms" in x and x["tokens"] > 64]
+            if timed:
+                best = min(timed, key=lambda entry: entry["ms"])
+                shapes.append(written(best["config"]))
+                gains.append(f"{kernel} {timed[0]['ms'] / best['ms']:.2f} times as fast")
+        if shapes:
+            print(f"\n    ({gpu!r}, {bits}, ({d_h},), {', '.join(shapes)}),\n    # {', '.join(gains)}", flush=True)
 
 
 if __name__ == "__main__":

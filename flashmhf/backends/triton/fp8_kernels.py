@@ -105,7 +105,7 @@ def block_shape(head_dim: int, subnet_dim: int) -> Config:
 
 
 @functools.lru_cache(launch.PLANS)
-def _plan(
+def plan(
     q: launch.Facts, k8: launch.Facts, u8: launch.Facts, v8: launch.Facts, scales: launch.Facts,
     r: launch.Facts | None, config: Config, device: torch.device,
 ) -> launch.Plan:  # fmt: skip
@@ -129,7 +129,7 @@ def forward(
     """S [..., H, d_h] in q's dtype, contiguous, for operands of :func:`flashmhf.quantize.pack_fp8`, r [..., H, E]."""
     with launch.launching(q.device):
         operands = map(launch.facts, (q, k8, u8, v8, scales, r))
-        plan = _plan(*operands, config or block_shape(q.shape[-1], k8.shape[2]), q.device)
-        out = launch.shares_of(plan, q, q.dtype)
-        plan.start(q, k8, u8, v8, scales, r, out)
-        return launch.total(out, plan, q.dtype)
+        planned = plan(*operands, config or block_shape(q.shape[-1], k8.shape[2]), q.device)
+        out = launch.shares_of(planned, q, q.dtype)
+        planned.start(q, k8, u8, v8, scales, r, out)
+        return launch.total(out, planned, q.dtype)
