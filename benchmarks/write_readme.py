@@ -23,6 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 WRITER = "benchmarks/write_readme.py"
 BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
     "benchmarks/README.md": {
+        "implementations": layers.implementations,
         "module": several_gpus.module,
         "operator": kernels.sixteen_bits,
         "fp8": fp8.kernels,
@@ -32,9 +33,7 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
         "decide": decision.decision,
         "training": models.training,
         "depth": models.training_depth,
-        "prefill": layers.headline,
         "decode": layers.decode,
-        "implementations": layers.implementations,
         "paper": layers.beside_the_paper,
         "models": models.prefill,
         "7b": models.prefill_7b,

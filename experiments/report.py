@@ -165,8 +165,8 @@ def long_block(found: list[Row]) -> str:
 
 
 BLOCKS = {
-    "docs/quality.md": {"pairs": pairs_block, "short": short_block},
-    "experiments/README.md": {"long": long_block},
+    "docs/quality.md": {"pairs": pairs_block},
+    "experiments/README.md": {"long": long_block, "short": short_block},
 }
 
 

@@ -1,4 +1,4 @@
-"""Whole layers: in prefill, in training, in small batches."""
+"""Whole layers: in training, in small batches, beside the paper's."""
 
 from __future__ import annotations
 
@@ -42,23 +42,6 @@ class Layers:
         value = getattr(self, what)
         ratios = (ratio(value(group, subject, size), value(group, self.ours, size)) for size in self.sizes(group))
         return [each for each in ratios if each is not None]
-
-
-def headline(records: Records) -> str:
-    """Prefill of all layers beside compiled SwiGLU's, at every second length."""
-    layers, lines = Layers(records), []
-    for length in layers.sizes("latency")[::2]:
-        ours, theirs = (layers.ms("latency", name, length) for name in (layers.ours, SWIGLU))
-        mib = [layers.beyond("latency", name, length) for name in (layers.ours, SWIGLU)]
-        cells = [fixed(ours, 1), fixed(theirs, 1), fixed(ratio(theirs, ours), 2), *(fixed(each, 0) for each in mib)]
-        lines.append([f"{BATCH * length:,}", *cells])
-    header = ["tokens", "FlashMHF, ms", "SwiGLU, ms", FASTER, "FlashMHF, MiB", "SwiGLU, MiB"]
-    sizes = f"d_model {PAPER.d_model:,}, {PAPER.heads} heads, {PAPER.subnets} sub-networks of {PAPER.subnet_dim}"
-    what = (
-        f"Prefill, batch 8, bf16: {PAPER.layers} FlashMHF layers ({sizes}) and {PAPER.swiglu_layers} compiled SwiGLU "
-        f"layers of equal parameters ({PAPER.swiglu_dim:,} wide). MiB: one layer's peak beyond weights and input"
-    )
-    return f"{table(header, lines)}\n\n{machine(what, layers.record)}"
 
 
 def implementations(records: Records) -> str:

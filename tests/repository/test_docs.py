@@ -162,7 +162,7 @@ def test_the_settings_are_those_of_the_best_runs_and_of_the_presets(setting, rep
 
 def test_guides_and_examples_train_with_the_settings():
     """The paper's rate at 1.3B, and the long run's at 57M with Muon, whose defaults are the projections' rates."""
-    assert len(SETTINGS) == 10
+    assert len(SETTINGS) == 7
     table = {setting[:3]: setting[3:] for setting in SETTINGS}
     rate, projections = map(float, table["Muon", "57M", "570M"])
     shown = re.search(r"param_groups\(model, lr=(\S+), weight_decay=0.1, muon=True\)", read(OWN_TRANSFORMER))
