@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lm_runs import options, same_run, start, store_tokens, torchrun
+from lm_runs import launch, options, same_run, start, store_tokens, torchrun
 
 from flashmhf_recipes import data, metrics, training
 from flashmhf_recipes.errors import OptionError
@@ -78,10 +78,10 @@ def test_a_killed_process_of_four_ends_the_job_and_the_run_resumes_on_two_and_on
     """Heads over two processes and FSDP2 over two; killed amid step 6. Then FSDP2 on two to step 12; then one process,
     step 8 to 12."""
     run = tmp_path / "run"
-    done = torchrun(4, *FLAGS, "--tokens", one_process, "--output", run, "--tp", 2, DIE_AT="5")
+    done = launch(4, *FLAGS, "--tokens", one_process, "--output", run, "--tp", 2, DIE_AT="5")
     assert done.returncode and "Signal 9 (SIGKILL)" in done.stderr
     assert [path.name for path in sorted(run.glob("checkpoint-*"))] == ["checkpoint-4"]
-    done = torchrun(2, "train", "--resume", "--output", run, "--dp-shard", 2)
+    done = launch(2, "train", "--resume", "--output", run, "--dp-shard", 2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("12 steps, loss") == 1
     same_run(run, one_process, rel=1e-5)
@@ -99,7 +99,7 @@ def test_two_gpus_train_as_one_and_resume(text, tmp_path):
     expected = start(tmp_path / "one", text, precision="fp32", arguments={"eval_on_start": True}, **settings).output
     flags = [{"cpu": "cuda"}.get(flag, flag) for flag in FLAGS]
     run = tmp_path / "run"
-    killed = torchrun(2, *flags, "--precision", "fp32", "--tokens", tmp_path, "--output", run, DIE_AT="5")
+    killed = launch(2, *flags, "--precision", "fp32", "--tokens", tmp_path, "--output", run, DIE_AT="5")
     assert killed.returncode and [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-4"]
     done = torchrun(2, "train", "--resume", "--output", run)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -109,7 +109,7 @@ def test_two_gpus_train_as_one_and_resume(text, tmp_path):
 @pytest.mark.slow
 def test_a_failing_process_of_two_ends_the_job_with_its_message(one_process, tmp_path):
     arguments = *FLAGS, "--tokens", one_process, "--output", tmp_path / "run", "--tp", 2
-    done = torchrun(2, *arguments, FAIL_AT="3")
+    done = launch(2, *arguments, FAIL_AT="3")
     assert done.returncode
     assert "flashmhf: error: this process has a fault of its own" in done.stderr
     assert "rank      : 1" in done.stderr and "exitcode  : 2" in done.stderr
