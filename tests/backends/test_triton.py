@@ -209,12 +209,11 @@ def test_gates_beyond_32_bits(tmp_path):
 
 
 @runs_kernels
-@pytest.mark.parametrize("subnets", [1, 22, 70])
-@pytest.mark.parametrize("tokens", [1, 3, 150])
+@pytest.mark.parametrize(("tokens", "subnets"), [(1, 22), (3, 1), (35, 40)])
 def test_router(tokens, subnets):
     """Its values and gradients; more sub-networks than one block holds; q in place."""
     for dtype in (torch.float32, HALF):
-        p = make((2, tokens), 2, 96, subnets, 16, dtype)
+        p = make((2, tokens), 1, 32, subnets, 16, dtype)
         q = torch.stack([p.q, p.q], -2)[..., 0, :]
         for w in (p.w, p.w.to(dtype)):
             exact = reference.gate(p.q.double(), w.double(), p.eps)
