@@ -13,7 +13,7 @@ from . import checks
 from .checks import positive
 from .nn.flashmhf import FlashMHF, default_num_heads, default_subnet_dim
 from .nn.init import INITIALIZER_RANGE
-from .nn.weights import check_held, check_whole, mark_drawn
+from .nn.weights import check_held, check_not_compiled, check_whole, mark_drawn
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 WIDTH_MULTIPLE = 16  # what the kernels want of d_e
@@ -107,6 +107,7 @@ def _is_gated(module: nn.Module) -> bool:
 def _check_replaceable(model: nn.Module, networks: dict[str, nn.Module]) -> None:
     """Refuse what a network carries beside its weights, which would be lost, and what would go on calling it."""
     for name, network in networks.items():
+        check_not_compiled(name)
         parts = [*network.modules()]
         hooks = (kind for part in parts for kind in vars(part) if kind.endswith("_hooks") and vars(part)[kind])
         if (kind := next(hooks, None)) or any(weight._backward_hooks for weight in network.parameters()):
@@ -120,9 +121,6 @@ def _check_replaceable(model: nn.Module, networks: dict[str, nn.Module]) -> None
     for name, owner in model.named_modules():
         if id(owner) in held:
             continue
-        if id(owner._modules.get("_orig_mod")) in held:
-            found = f"{name} is torch.compile's module, which would go on calling the network that it compiled"
-            raise ValueError(f"{found}; supported: compiled afterwards, or by module.compile()")
         for key, value in vars(owner).items():
             values = (
                 value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]

@@ -42,6 +42,13 @@ def check_whole(name: str, module: nn.Module) -> None:
             raise ValueError(f"{shown} is sharded (DTensor); supported: models before parallelize or fully_shard")
 
 
+def check_not_compiled(name: str) -> None:
+    """Raise ValueError if torch.compile wraps the module of this name itself: it would go on calling that one."""
+    if name.rpartition(".")[2] == "_orig_mod":
+        found = f"{name} is within torch.compile's module, which would go on calling the network that it compiled"
+        raise ValueError(f"{found}; supported: compiled afterwards, or by module.compile()")
+
+
 def mark_drawn(module: nn.Module) -> None:
     """Have transformers' ``init_weights``, which a model calls for new parts, leave ``module`` alone unless on meta."""
     if not any(parameter.is_meta for parameter in module.parameters()):

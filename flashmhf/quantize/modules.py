@@ -13,7 +13,7 @@ from ..backends import FP8_BACKENDS, check_name
 from ..nn.flashmhf import FlashMHF
 from ..nn.multihead import RoutedHeads
 from ..nn.network import Contiguous, FixedDtypes
-from ..nn.weights import check_held
+from ..nn.weights import check_held, check_not_compiled
 from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
 
 METHOD = "flashmhf"  # quant_method in the configuration of a transformers model
@@ -60,6 +60,12 @@ class Fp8FlashMHF(FixedDtypes, Contiguous, RoutedHeads):
             if name.endswith("_hooks") and held:
                 found = f"network has {name.strip('_').replace('_', ' ')}, which would be lost"
                 raise NotImplementedError(f"{found}; supported: hooks set afterwards")
+        for name, weight in network.named_parameters(recurse=False):
+            more = [key for key in vars(weight) if key[0] != "_"]  # such as the weight_loader of an engine
+            more += [key for key in ("_backward_hooks", "_post_accumulate_grad_hooks") if getattr(weight, key)]
+            if more:
+                found = f"{name} has {more[0].strip('_').replace('_', ' ')}, which would be lost"
+                raise NotImplementedError(f"{found}; supported: weights without, whose FP8 module gets it afterwards")
         expected = {"k", "u", "v", "router", "in_proj", "out_proj", "q_norm"}
         more = [name for held in (network._parameters, network._buffers, network._modules) for name in held]
         if more := [name for name in more if name not in expected]:
@@ -136,6 +142,7 @@ def quantize_(model: nn.Module) -> list[str]:
         raise ValueError("model holds no FlashMHF")
     for name in found:
         check_held(name, model.get_submodule(name))
+        check_not_compiled(name)
     quantise_named(model, found)
     return found
 

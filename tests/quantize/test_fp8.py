@@ -191,6 +191,9 @@ def test_states_of_other_kinds_are_refused(assign):
     (lambda m: m.add_module("probe", nn.Linear(128, 1)), "network holds probe"),
     (lambda m: m.register_parameter("scale", nn.Parameter(torch.ones(1))), "network holds scale"),
     (lambda m: m.compile(), "network is compiled"),
+    (lambda m: m.k.register_hook(lambda grad: grad), "k has backward hooks"),
+    (lambda m: m.v.register_post_accumulate_grad_hook(lambda _: None), "v has post accumulate grad hooks"),
+    (lambda m: setattr(m.u, "weight_loader", print), "u has weight loader"),
 ])  # fmt: skip
 def test_what_packing_would_lose_is_refused_by_name(change, message):
     model = nn.Sequential(flashmhf.FlashMHF(128, 2, 3, 32))
@@ -198,6 +201,14 @@ def test_what_packing_would_lose_is_refused_by_name(change, message):
     with pytest.raises(NotImplementedError, match=message):
         quantize.quantize_(model)
     assert model[0] is network
+
+
+def test_a_network_that_torch_compile_has_wrapped_is_refused():
+    """What it compiled would go on running in 16 bits."""
+    model = nn.Sequential(torch.compile(flashmhf.FlashMHF(128, 2, 3, 32), backend="eager"))
+    with pytest.raises(ValueError, match=r"0._orig_mod is within torch.compile's module, .*; supported: compiled after"):
+        quantize.quantize_(model)
+    assert isinstance(model[0]._orig_mod, flashmhf.FlashMHF)
 
 
 def test_attributes_are_kept():
