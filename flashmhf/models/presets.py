@@ -34,7 +34,7 @@ SCALES = {
     "128m": Scale(768, 12, True, 3e-3, 245_000),
     "370m": Scale(1024, 16, False, 1.5e-3, 245_000),
     "1.3b": Scale(2048, 32, False, 1e-3, 409_000),
-    "tiny": Scale(64, 2, True, 3e-3, 200, context=128, vocabulary=512, batch=8),
+    "tiny": Scale(128, 2, True, 3e-3, 200, context=128, vocabulary=512, batch=8),
 }
 MIB, GIB = 2**20, 2**30
 
@@ -95,7 +95,7 @@ def _table() -> dict[str, Preset]:
     for ffn in FFN_TYPES:
         heads = None if ffn in ("swiglu", "dense_moe") else 2
         subnets = 2 if ffn in ("dense_moe", "flashmhf") else None
-        add("tiny", ffn, 2, {"swiglu": 192, "dense_moe": 192, "pkv": 192}.get(ffn, 128), heads, subnets)
+        add("tiny", ffn, 2, {"swiglu": 352, "dense_moe": 352, "pkv": 384}.get(ffn, 256), heads, subnets)
     return presets
 
 
