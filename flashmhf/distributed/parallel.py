@@ -25,17 +25,15 @@ from ..quantize import Fp8FlashMHF
 
 torch_private.register("sharding rules", lambda: importlib.import_module(f"{__package__}.sharding"))
 _DIVIDED = (FlashMHF, MHFFN, SwiGLU)
+_PROPERTIES = {"device", "dim", "dtype", "is_cuda", "ndim", "numel", "requires_grad", "shape", "size"}
 _NOT_REPLICATED = (nn.MultiheadAttention, nn.RNNBase, nn.modules.batchnorm._BatchNorm)
-
-
-def placement_of(name: str) -> Placement:
-    """Return where a multi-head network's parameter ``name`` lies on a mesh dimension of tensor parallelism."""
-    return Shard(MultiHead.SHARDED[name]) if name in MultiHead.SHARDED else Replicate()
 
 
 def _check_divides(size: int, name: str, count: int, what: str, of: str) -> None:
     if count % size:
-        raise ValueError(f"{name} has {what} and the mesh has size {size}; supported: sizes that divide {of}")
+        raise ValueError(
+            f"{name or 'module'} has {what} and the mesh has size {size}; supported: sizes that divide {of}"
+        )
 
 
 def check_heads(name: str, module: FlashMHF | MHFFN, size: int) -> None:
@@ -56,7 +54,60 @@ def _check_weights(module: nn.Module) -> None:
             raise NotImplementedError(f"{found}; supported: plain tensors: parallelize before quantising")
 
 
-class HeadParallel(ParallelStyle):
+class _Placed(ParallelStyle):
+    """Place a module's parameters by name, and its input, what it computes with, and its result.
+
+    Replicated modules have DTensor parameters, too: ``clip_grad_norm_`` takes no tensors beside DTensors. PyTorch's
+    RowwiseParallel hands out an embedding's result before its all-reduce: a compiled block loses the placement.
+    """
+
+    def __init__(
+        self, placement: Callable[[str], Placement], inputs: Placement, within: Placement, outputs: Placement,
+        use_local_output: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.placement, self.inputs, self.within, self.outputs = placement, inputs, within, outputs
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters()):
+            where = [self.placement(name)]
+            sharded = distribute_tensor(parameter, device_mesh, where, src_data_rank=self.src_data_rank)
+            _register(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+        def place(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, device_mesh, [self.inputs], run_check=False)
+            return x.redistribute(device_mesh, [self.within])
+
+        def before(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return tuple(map(place, args)), {name: place(x) for name, x in keywords.items()}
+
+        def after(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+            if isinstance(out, tuple | list):
+                parts = [after(module, args, part) for part in out]
+                return type(out)(*parts) if hasattr(out, "_fields") else type(out)(parts)
+            if not isinstance(out, DTensor):
+                return out
+            is_sum = type(out.placements[0]) is Partial and self.outputs.is_replicate()  # no embedding's masked sum
+            copied = torch.compiler.is_compiling() or torch.is_grad_enabled()
+            if is_sum and not copied and not any(part._forward_hooks for part in module.children()):
+                # nothing else holds it; DTensor's own all-reduce would copy it first
+                local = out.to_local().contiguous()
+                dist.all_reduce(local, group=device_mesh.get_group())
+                sizes = {"shape": out.shape, "stride": out.stride()}
+                out = DTensor.from_local(local, device_mesh, [Replicate()], run_check=False, **sizes)
+            out = out.redistribute(device_mesh, [self.outputs])
+            return out.to_local() if self.use_local_output else out
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, prepend=True)  # other hooks see the result
+        return module
+
+
+class HeadParallel(_Placed):
     """Divide the heads of a FlashMHF or an MHFFN over the ranks: a style for ``parallelize_module``.
 
     input_layouts and output_layouts are the placements of the module's input and output: Replicate(), or Shard(dim) of
@@ -68,81 +119,30 @@ class HeadParallel(ParallelStyle):
         self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.input_layouts, self.output_layouts = input_layouts or Replicate(), output_layouts or Replicate()
-        self.use_local_output = use_local_output
+        inputs, outputs = input_layouts or Replicate(), output_layouts or Replicate()
+        super().__init__(_placement_of, inputs, Replicate(), outputs, use_local_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, (FlashMHF, MHFFN)):
             raise TypeError(f"module is a {type(module).__name__}; supported: FlashMHF, MHFFN")
         _check_weights(module)
         check_heads("module", module, device_mesh.size())
-        _distribute(module, device_mesh, placement_of, self.src_data_rank)
-        wrap_forward(module, device_mesh, self.input_layouts, Replicate(), self.output_layouts, self.use_local_output)
-        return module
+        return super()._apply(module, device_mesh)
 
 
-class _Placed(ParallelStyle):
-    """A module whose parameters have one placement, and whose input and output have another or are equal on every rank.
-
-    Replicated modules have DTensor parameters, too: ``clip_grad_norm_`` takes no tensors beside DTensors. PyTorch's
-    RowwiseParallel hands out an embedding's result before its all-reduce: a compiled block loses the placement.
-    """
-
-    def __init__(self, placement: Placement, activations: Placement | None = None) -> None:
-        super().__init__()
-        self.placement, self.activations = placement, activations or Replicate()
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, lambda name: self.placement, self.src_data_rank)
-        wrap_forward(module, device_mesh, self.activations, self.activations, self.activations, use_local_output=True)
-        return module
+def _placement_of(name: str) -> Placement:
+    """Return where a multi-head network's parameter ``name`` lies on a mesh dimension of tensor parallelism."""
+    return Shard(MultiHead.SHARDED[name]) if name in MultiHead.SHARDED else Replicate()
 
 
-def _distribute(
-    module: nn.Module, mesh: DeviceMesh, placement: Callable[[str], Placement], src_data_rank: int | None
-) -> None:
-    for name, parameter in list(module.named_parameters()):
-        owner, _, attribute = name.rpartition(".")
-        distributed = distribute_tensor(parameter, mesh, [placement(name)], src_data_rank=src_data_rank)
-        parameter = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
-        module.get_submodule(owner).register_parameter(attribute, parameter)
+def _everywhere(placement: Placement, activations: Placement) -> _Placed:
+    """Return the style of a module whose parameters have one placement, and its input and result one."""
+    return _Placed(lambda name: placement, activations, activations, activations)
 
 
-def wrap_forward(
-    module: nn.Module, mesh: DeviceMesh, inputs: Placement, within: Placement, outputs: Placement,
-    use_local_output: bool,
-) -> None:  # fmt: skip
-    """Have ``module`` take tensors placed as ``inputs``, compute as ``within``, return ``outputs``."""
-
-    def place(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, mesh, [inputs], run_check=False)
-        return x.redistribute(mesh, [within])
-
-    def before(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return tuple(map(place, args)), {name: place(x) for name, x in keywords.items()}
-
-    def after(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        if isinstance(out, tuple | list):
-            parts = [after(module, args, part) for part in out]
-            return type(out)(*parts) if hasattr(out, "_fields") else type(out)(parts)
-        if not isinstance(out, DTensor):
-            return out
-        plain_sum = type(out.placements[0]) is Partial and outputs.is_replicate()  # not the embedding's masked sum
-        copied = torch.compiler.is_compiling() or torch.is_grad_enabled()
-        if plain_sum and not copied and not any(part._forward_hooks for part in module.children()):
-            # nothing else holds it; DTensor's own all-reduce would copy it first
-            local = out.to_local().contiguous()
-            dist.all_reduce(local, group=mesh.get_group())
-            out = DTensor.from_local(local, mesh, [Replicate()], run_check=False, shape=out.shape, stride=out.stride())
-        out = out.redistribute(mesh, [outputs])
-        return out.to_local() if use_local_output else out
-
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after, prepend=True)  # other hooks see the result
+def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, attribute = name.rpartition(".")
+    module.get_submodule(owner).register_parameter(attribute, parameter)
 
 
 def _path(prefix: str, name: str) -> str:
@@ -159,7 +159,7 @@ def _attention_styles(prefix: str, module: nn.Module, size: int) -> dict[str, Pa
     for name, child in module.named_children():
         shapes = [tuple(parameter.shape) for parameter in child.parameters()]
         if shapes and all(shape == (head_dim,) for shape in shapes):
-            styles[_path(prefix, name)] = _Placed(Replicate(), activations=Shard(-2))
+            styles[_path(prefix, name)] = _everywhere(Replicate(), Shard(-2))
     others = [name for name, _ in module.named_parameters() if _path(prefix, name.rpartition(".")[0]) not in styles]
     # DiffLlama subtracts the upper half of the heads from the lower: a rank would pair others
     if head_dim is None or others:
@@ -186,7 +186,7 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for name, module in model.named_modules():
-        if any(name.startswith(f"{done}.") for done in styles):
+        if any(name.startswith(_path(done, "")) for done in styles):
             continue
         children, own = dict(module.named_children()), [key for key, _ in module.named_parameters(recurse=False)]
         gated = {"gate_proj", "up_proj", "down_proj"} <= children.keys() and not isinstance(module, DenseMoE)
@@ -201,18 +201,18 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
             raise ValueError(f"{found}; supported: own parameters in a child module")
         elif gated:
             width = module.get_submodule("gate_proj").out_features
-            _check_divides(size, name or "module", width, f"a width of {width}", "the width")
+            _check_divides(size, name, width, f"a width of {width}", "the width")
             styles |= {_path(name, part): ColwiseParallel() for part in ("gate_proj", "up_proj")}
             styles[_path(name, "down_proj")] = RowwiseParallel()
         elif module is embedding:
-            styles[name] = _Placed(Shard(0))
+            styles[name] = _everywhere(Shard(0), Replicate())
         elif module is head:
             styles[name] = ColwiseParallel(output_layouts=Replicate())
         elif own and name not in styles:
             if isinstance(module, _NOT_REPLICATED):
                 supported = "modules that take and return one tensor and have parameters alone, and Llama's attention"
                 raise ValueError(f"{name} is a {type(module).__name__}; supported: {supported}")
-            styles[name] = _Placed(Replicate())
+            styles[name] = _everywhere(Replicate(), Replicate())
     return styles
 
 
@@ -232,8 +232,6 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     checks.instance("mesh", mesh, DeviceMesh, "a torch.distributed.DeviceMesh")
     if mesh.ndim != 1:
         raise ValueError(f"mesh has {mesh.ndim} dimensions; supported: 1, such as mesh['tp']")
-    if isinstance(module, (FlashMHF, MHFFN)):
-        return parallelize_module(module, mesh, HeadParallel())
     _check_weights(module)
     styles = plan(module, mesh.size())
     _check_functions(module)
@@ -248,8 +246,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
             if parameter.placements != other.placements:
                 found = f"{parameter.placements} and {other.placements}"
                 raise ValueError(f"{first} and {name} are one parameter, placed as {found}; untie them")
-            owner, _, attribute = name.rpartition(".")
-            module.get_submodule(owner).register_parameter(attribute, parameter)
+            _register(module, name, parameter)
     return module
 
 
@@ -258,37 +255,33 @@ def _check_functions(model: nn.Module) -> None:
     beside plain tensors.
     """
     for name, module in model.named_modules():
-        known = type(module).__module__.startswith(("torch.nn.", "flashmhf."))
-        for path in () if known or isinstance(module, MultiHead) else sorted(_read_by_forward(type(module))):
-            part, _, key = path.rpartition(".")
-            try:
-                is_read = part and key in module.get_submodule(part)._parameters
-            except AttributeError:  # no module
-                continue
-            if is_read:
-                found = f"{_path(name, path)} is read by the forward of {type(module).__name__}"
-                raise ValueError(f"{found}; supported: parameters that the forward of their own module reads")
+        if isinstance(module, MultiHead) or type(module).__module__.startswith(("torch.nn.", "flashmhf.")):
+            continue
+        others = {path for path, _ in module.named_parameters(remove_duplicate=False) if "." in path}
+        if read := sorted(others & _read_by_forward(type(module))):
+            found = f"{_path(name, read[0])} is read by the forward of {type(module).__name__}"
+            raise ValueError(f"{found}; supported: parameters that the forward of their own module reads")
 
 
 def _read_by_forward(kind: type[nn.Module]) -> set[str]:
-    """Return what the forward of a class reads, or a method that it calls: "norm.weight", or "norm.weight.dtype"."""
-    classes = [each for each in kind.__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
-    pending: list[Any] = [kind.forward]
-    seen, found = set(), set()
-    while pending:
-        code = inspect.unwrap(each).__code__ if inspect.isfunction(each := pending.pop()) else each
-        if not isinstance(code, CodeType) or code in seen:
+    """Return what the forward of a class reads, or a method that it calls, such as "norm.weight"."""
+    functions: list[Any] = [kind.forward]
+    codes, paths = [], set()
+    for function in functions:  # which grow
+        code = inspect.unwrap(function).__code__ if inspect.isfunction(function) else function
+        if not isinstance(code, CodeType) or code in codes:
             continue
-        seen.add(code)
-        pending += [*code.co_consts, *(vars(each).get(name) for each in classes for name in code.co_names)]
+        codes.append(code)
+        functions += [*code.co_consts, *(vars(each).get(name) for each in kind.__mro__ for name in code.co_names)]
         path: list[str] = []
         for step in dis.get_instructions(code):
             if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 path.append(step.argval)
             else:
-                found.add(".".join(path))
+                # also "norm.weight" of "norm.weight.T", but not of "norm.weight.dtype"
+                paths |= {".".join(path), ".".join(path[:-1])} if path and path[-1] not in _PROPERTIES else set()
                 path = []
-    return found
+    return paths
 
 
 def shard_placement(size: int) -> Callable[[nn.Parameter], Shard | None]:

@@ -114,6 +114,11 @@ class TiedByAFunction(Own):
         return nn.functional.linear(self.ffn(self.norm(x)), self.wte.weight)
 
 
+class TiedByItsTranspose(Own):
+    def forward(self, ids):
+        return self.ffn(self.norm(self.wte(ids))) @ self.wte.weight.T
+
+
 class FusedNorm(Own):
     def normalised(self, x):
         return (lambda x: nn.functional.layer_norm(x, (32,), self.norm.weight))(x)
@@ -129,6 +134,7 @@ class Inherits(FusedNorm):
 
 @pytest.mark.parametrize(("kind", "found"), [
     (TiedByAFunction, "wte.weight is read by the forward of TiedByAFunction"),
+    (TiedByItsTranspose, "wte.weight is read by the forward of TiedByItsTranspose"),
     (FusedNorm, "norm.weight is read by the forward of FusedNorm"),
     (Inherits, "norm.weight is read by the forward of Inherits"),
 ])  # fmt: skip
