@@ -120,27 +120,24 @@ def _converted(state: Mapping[str, Tensor], config: FlashMHFConfig, scales: tupl
 
 def _read_state(directory: Path) -> dict[str, Tensor]:
     """Read a checkpoint directory as transformers would: a whole file or an index's, safetensors first."""
-
-    def unpickle(file: Path) -> dict[str, Tensor]:
-        tensors(**(stored := torch.load(file, "cpu", weights_only=True)))
-        # such a file may hold one tensor under two names, which would be trained as one
-        return {name: tensor.clone() for name, tensor in stored.items()}
-
-    safe = utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME, load_file
-    ways = safe, (utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME, unpickle)
-    for whole, index, read in ways:
-        if (directory / whole).is_file():
-            return read(directory / whole)
-        if (directory / index).is_file():
-            place = json.loads((directory / index).read_text(encoding="utf-8"))["weight_map"]
-            shards = set(place.values())
-            lacking = sorted(shard for shard in shards if not (directory / shard).is_file())
-            if lacking:
-                raise FileNotFoundError(f"{directory} lacks {lacking}, which {index} names")
-            found = ((shard, *stored) for shard in sorted(shards) for stored in read(directory / shard).items())
-            return {name: tensor for shard, name, tensor in found if place.get(name, shard) == shard}
-    names = ", ".join(name for whole, index, _ in ways for name in (whole, index))
-    raise FileNotFoundError(f"{directory} has no weights; expected one of {names}")
+    names = utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME, utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME
+    found = next((name for name in names if (directory / name).is_file()), None)
+    if found is None:
+        raise FileNotFoundError(f"{directory} has no weights; expected one of {', '.join(names)}")
+    is_index = found.endswith(".json")
+    place = json.loads((directory / found).read_text(encoding="utf-8"))["weight_map"] if is_index else {}
+    files, state = sorted({*place.values()}) if is_index else [found], {}
+    if lacking := [file for file in files if not (directory / file).is_file()]:
+        raise FileNotFoundError(f"{directory} lacks {lacking}, which {found} names")
+    for file in files:
+        if file.endswith(".safetensors"):
+            stored = load_file(directory / file)
+        else:
+            tensors(**(stored := torch.load(directory / file, "cpu", weights_only=True)))
+            # such a file may hold one tensor under two names, which would be trained as one
+            stored = {name: tensor.clone() for name, tensor in stored.items()}
+        state |= {name: tensor for name, tensor in stored.items() if place.get(name, file) == file}
+    return state
 
 
 def load_official(

@@ -16,10 +16,10 @@ from torch import Tensor
 from .. import checks
 from ..checks import divisor, positive
 
-_STACKED = {"gate_weight": "k", "up_weight": "u", "down_weight": "v"}
-_RENAMED = {
-    "w_self.weight": "in_proj.weight", "w_self_2.weight": "out_proj.weight", "router": "router",
-    "q_norm.weight": "q_norm.weight", "w_self.bias": "in_proj.bias", "w_self_2.bias": "out_proj.bias",
+_NAMES = {
+    "gate_weight": "k", "up_weight": "u", "down_weight": "v", "router": "router", "w_self.weight": "in_proj.weight",
+    "w_self_2.weight": "out_proj.weight", "q_norm.weight": "q_norm.weight", "w_self.bias": "in_proj.bias",
+    "w_self_2.bias": "out_proj.bias",
 }  # fmt: skip
 _OPTIONAL = {"q_norm.weight", "w_self.bias", "w_self_2.bias"}
 _LINEAR = {"w_self.weight", "w_self_2.weight"}
@@ -50,41 +50,36 @@ def official_scales(config: Mapping[str, object]) -> tuple[float, float]:
 
 
 def _check_tensors(state: object) -> None:
-    checks.instance("state", state, Mapping, "a mapping of names to tensors")
-    checks.tensors(**state)
+    checks.tensors(**checks.instance("state", state, Mapping, "a mapping of names to tensors"))
 
 
-def _check_names(state: Mapping[str, Tensor], known: Mapping[str, str], optional: set[str], what: str) -> None:
-    """Refuse missing and unknown names. ``known`` has all that may be there, each with its name on the other side."""
-    unknown = sorted(set(state) - set(known))
-    if unknown:
+def _check_names(
+    state: Mapping[str, Tensor], known: Mapping[str, str], what: str, skip_linear: bool, gated: bool
+) -> None:
+    """Refuse unknown and missing names. ``known`` has all that may be there, each with its name on the other side."""
+    if unknown := sorted(state.keys() - known.keys()):
         raise ValueError(f"unknown names in {what}: {unknown}; supported: {sorted(known)}")
-    missing = sorted(name for name, other in known.items() if name not in state and not {name, other} & optional)
-    if missing:
+    optional = _OPTIONAL | (_LINEAR if skip_linear else set()) | (set() if gated else {"router"})
+    if missing := sorted(name for name, other in known.items() if name not in state and not {name, other} & optional):
         raise KeyError(f"missing from {what}: {missing}")
 
 
-def _check_shapes(state: Mapping[str, Tensor], expected: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-    for name, (shape, meaning) in expected.items():
-        if name in state:
-            checks.expect_shape(name, state[name], shape, meaning)
-
-
-def _shared_shapes(heads: int, subnets: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return the shapes, by our names, of the tensors that are equal on both sides."""
+def _check_shapes(state: Mapping[str, Tensor], names: Mapping[str, str], sizes: tuple[int, int, int]) -> None:
+    """Refuse shapes that do not follow from ``sizes`` H, E, d_h. ``names``: those in ``state`` by our own."""
+    heads, subnets, head_dim = sizes
     d_model = heads * head_dim
-    shapes: dict[str, tuple[tuple[int, ...], str]] = {
+    expected = {
         "router": ((heads, head_dim, subnets), f"[H, d_h, E] with H = {heads}, d_h = {head_dim}, E = {subnets}"),
         "q_norm.weight": ((heads, head_dim), f"[H, d_h] with H = {heads}, d_h = {head_dim}"),
     }
-    for name in ("in_proj", "out_proj"):
-        shapes[f"{name}.weight"] = (d_model, d_model), f"[d_model, d_model] with d_model = H d_h = {d_model}"
-        shapes[f"{name}.bias"] = (d_model,), f"[d_model] with d_model = H d_h = {d_model}"
-    return shapes
-
-
-def _optional_names(skip_linear: bool, gated: bool) -> set[str]:
-    return _OPTIONAL | (_LINEAR if skip_linear else set()) | (set() if gated else {"router"})
+    for part in ("in_proj", "out_proj"):
+        expected[f"{part}.weight"] = (d_model, d_model), f"[d_model, d_model] with d_model = H d_h = {d_model}"
+        expected[f"{part}.bias"] = (d_model,), f"[d_model] with d_model = H d_h = {d_model}"
+    first = names["k"]
+    expected |= dict.fromkeys("uv", (tuple(state[first].shape), f"{first}'s shape"))
+    for ours, shape in expected.items():
+        if (name := names[ours]) in state:
+            checks.expect_shape(name, state[name], *shape)
 
 
 def from_official(
@@ -102,25 +97,21 @@ def from_official(
     heads, gated = positive("num_heads", num_heads), num_subnets is not None
     subnets = positive("num_subnets", num_subnets) if gated else 1
     kv_heads = divisor("num_kv_heads", num_kv_heads, "num_heads", heads)
-    _check_names(state, {**_STACKED, **_RENAMED}, _optional_names(skip_linear, gated), "the official state dict")
+    _check_names(state, _NAMES, "the official state dict", skip_linear, gated)
     if not gated and "router" in state:
         found = list(state["router"].shape)
         raise ValueError(f"num_subnets is None, but the state dict has a router of shape {found}, [H, d_h, E]")
-    shape = tuple(state["gate_weight"].shape)
-    if len(shape) != 2:
-        raise ValueError(f"gate_weight has shape {list(shape)}; expected [d_ff, H_kv d_h]")
-    if shape[0] % subnets or shape[1] % kv_heads:
-        expected = f"multiples of num_subnets = {subnets}, num_kv_heads = {kv_heads}"
-        raise ValueError(f"gate_weight has shape {list(shape)}; expected {expected}")
-    _check_shapes(state, {name: (shape, "gate_weight's shape") for name in _STACKED})
-    shared = _shared_shapes(heads, subnets, shape[1] // kv_heads)
-    _check_shapes(state, {theirs: shared[ours] for theirs, ours in _RENAMED.items()})
-    result = {ours: state[theirs] for theirs, ours in _RENAMED.items() if theirs in state}
-    for theirs, ours in _STACKED.items():
-        stacked = state[theirs].unflatten(1, (kv_heads, -1)).unflatten(0, (subnets, -1)).permute(2, 0, 1, 3)
-        scale = scales[1] if ours == "v" else scales[0]
+    shape = list(state["gate_weight"].shape)
+    if len(shape) != 2 or shape[0] % subnets or shape[1] % kv_heads:
+        expected = f"[d_ff, H_kv d_h], multiples of num_subnets = {subnets} and num_kv_heads = {kv_heads}"
+        raise ValueError(f"gate_weight has shape {shape}; expected {expected}")
+    _check_shapes(state, {ours: theirs for theirs, ours in _NAMES.items()}, (heads, subnets, shape[1] // kv_heads))
+    result = {ours: state[theirs] for theirs, ours in _NAMES.items() if theirs in state}
+    for name in "kuv":
+        stacked = result[name].unflatten(1, (kv_heads, -1)).unflatten(0, (subnets, -1)).permute(2, 0, 1, 3)
+        scale = scales[1] if name == "v" else scales[0]
         weight = stacked.contiguous() if scale == 1 else (stacked.double() * scale).to(stacked.dtype).contiguous()
-        result[ours] = weight if gated else weight.squeeze(1)
+        result[name] = weight if gated else weight.squeeze(1)
     return result
 
 
@@ -129,24 +120,24 @@ def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     missing tensor, ValueError for unknown names and for shapes that do not fit each other.
     """
     _check_tensors(state)
-    known = {ours: theirs for theirs, ours in (_STACKED | _RENAMED).items()}
-    skip_linear = not any(_RENAMED[name] in state for name in _LINEAR)
+    known = {ours: theirs for theirs, ours in _NAMES.items()}
+    skip_linear = state.keys().isdisjoint(("in_proj.weight", "out_proj.weight"))
     gated = "k" not in state or state["k"].dim() != 3
-    _check_names(state, known, _optional_names(skip_linear, gated), "the state dict")
-    shape = tuple(state["k"].shape)
+    _check_names(state, known, "the state dict", skip_linear, gated)
+    shape = list(state["k"].shape)
     if len(shape) not in (3, 4) or not all(shape):
-        raise ValueError(f"k has shape {list(shape)}; expected [H_kv, E, d_e, d_h], or [H_kv, d_ff, d_h] and no router")
+        raise ValueError(f"k has shape {shape}; expected [H_kv, E, d_e, d_h], or [H_kv, d_ff, d_h] and no router")
     if not gated and "router" in state:
-        raise ValueError(f"k has shape {list(shape)}, but there is a router; expected [H_kv, E, d_e, d_h]")
+        raise ValueError(f"k has shape {shape}, but there is a router; expected [H_kv, E, d_e, d_h]")
     kv_heads, subnets, head_dim = shape[0], shape[1] if gated else 1, shape[-1]
-    # Heads of q: in the router, or in whatever else tells them.
+    # heads of q: in the router, or in whatever else tells them
     heads = next((len(state[name]) for name in ("router", "q_norm.weight") if name in state), None)
     heads = len(state["in_proj.weight"]) // head_dim if heads is None and not skip_linear else heads or kv_heads
     if heads % kv_heads:
-        raise ValueError(f"k has shape {list(shape)}; H_kv = {kv_heads} must divide H = {heads} of the other weights")
-    _check_shapes(state, {name: (shape, "k's shape") for name in ("u", "v")} | _shared_shapes(heads, subnets, head_dim))
-    result = {theirs: state[ours] for theirs, ours in _RENAMED.items() if ours in state}
-    for theirs, ours in _STACKED.items():
-        weight = state[ours] if gated else state[ours].unsqueeze(1)
-        result[theirs] = weight.permute(1, 2, 0, 3).reshape(-1, kv_heads * head_dim)
+        raise ValueError(f"k has shape {shape}; H_kv = {kv_heads} must divide H = {heads} of the other weights")
+    _check_shapes(state, {name: name for name in known}, (heads, subnets, head_dim))
+    result = {known[ours]: tensor for ours, tensor in state.items()}
+    for name in "kuv":
+        weight = state[name] if gated else state[name].unsqueeze(1)
+        result[known[name]] = weight.permute(1, 2, 0, 3).reshape(-1, kv_heads * head_dim)
     return result

@@ -33,7 +33,7 @@ def test_the_network_of_a_configuration():
         if ffn == "fp8":
             whole = quantize.to_fp8(whole)
             config.quantization_config = FlashMHFFp8Config().to_dict()
-        served, state, x = served_feed_forward(config), whole.state_dict(), torch.randn(5, 64)
+        served, state, x = served_feed_forward(config), whole.state_dict(), torch.randn(5, config.hidden_size)
         for name, parameter in served.named_parameters():
             parameter.weight_loader(parameter, state.pop(name))
         assert not state
