@@ -1,6 +1,5 @@
-"""How a model of transformers gets again what record.py records of it, and is recorded as it is saved.
-
-Importing this module wraps two methods of PreTrainedModel, each with its reason.
+"""How a model of transformers gets again what record.py records of it, and is recorded as it is saved: importing this
+module wraps two methods of PreTrainedModel, each with its reason.
 """
 
 from __future__ import annotations
@@ -68,40 +67,47 @@ def _draw_missing(model: PreTrainedModel) -> None:
     model.initialize_weights()
 
 
-def _wrapped(ours: Callable) -> Callable:
-    """Have the function run in place of PreTrainedModel's method of its name, which it gets first."""
-    method = getattr(PreTrainedModel, ours.__name__)
-    call = functools.wraps(method)(lambda *args, **kwargs: ours(method, *args, **kwargs))
-    setattr(PreTrainedModel, ours.__name__, call)
-    return ours
+def _building(post_init: Callable) -> Callable:
+    """Without it LlamaForCausalLM of a swapped model's configuration would be a SwiGLU model, and from_pretrained would
+    draw SwiGLU networks and drop the weights of ours.
+    """
+
+    @functools.wraps(post_init)
+    def wrapper(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        post_init(self, *args, **kwargs)
+        build(self)
+
+    return wrapper
 
 
-# Without it LlamaForCausalLM of a swapped model's configuration would be a SwiGLU model, and from_pretrained would draw
-# SwiGLU networks and drop the weights of ours.
-@_wrapped
-def post_init(method: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    method(self, *args, **kwargs)
-    build(self)
+def _recording(save_pretrained: Callable) -> Callable:
+    """Without it files would record what replace_ffn and quantize_ found in a model, not what it holds now: nothing of
+    what they put into a list of its layers, and networks that have been taken out since.
+    """
+
+    @functools.wraps(save_pretrained)
+    def wrapper(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(self, "_hf_peft_config_loaded", False):  # else it stores adapters, and no configuration
+            record(self)
+        return save_pretrained(self, *args, **kwargs)
+
+    return wrapper
 
 
-# Without it files would record what replace_ffn and quantize_ found in a model, not what it holds now: nothing of what
-# they put into a list of its layers, and networks that have been taken out since.
-@_wrapped
-def save_pretrained(method: Callable, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    if not getattr(self, "_hf_peft_config_loaded", False):  # else it stores adapters, and no configuration
-        record(self)
-    return method(self, *args, **kwargs)
-
-
-def register_fusion() -> None:
-    """Make the fusion known that the configuration of a model with replaced networks names."""
+def register() -> None:
+    """Wrap the two methods, and make the fusion known that the configuration of a model with replaced networks names:
+    all or nothing. Where transformers has renamed one of these, it goes on refusing such models.
+    """
     try:
         from transformers.fusion_mapping import _FUSION_REGISTRY, ModuleFusionSpec
-    except ImportError as error:
-        found = f"transformers {transformers.__version__} refuses to load models with replaced networks: {error}"
-        warnings.warn(found, stacklevel=2)
+
+        post_init, save_pretrained = (vars(PreTrainedModel)[name] for name in ("post_init", "save_pretrained"))
+    except (KeyError, ImportError) as error:
+        lost = f"transformers {transformers.__version__} refuses to load models with replaced networks"
+        warnings.warn(f"{lost}: {error}", stacklevel=2)
     else:
+        PreTrainedModel.post_init, PreTrainedModel.save_pretrained = _building(post_init), _recording(save_pretrained)
         _FUSION_REGISTRY.setdefault(METHOD, ModuleFusionSpec())
 
 
-register_fusion()
+register()

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from small_models import foreign, tiny  # noqa: E402
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
 from torch.nn.utils import prune  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, fusion_mapping  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 import flashmhf  # noqa: E402
 from flashmhf import quantize  # noqa: E402
-from flashmhf.models import FlashMHFForCausalLM, FlashMHFFp8Config, building, load  # noqa: E402
+from flashmhf.models import FlashMHFForCausalLM, FlashMHFFp8Config, load  # noqa: E402
 from flashmhf.models.quantization import FlashMHFQuantizer, quantise  # noqa: E402
 from flashmhf.testing import relative_l2  # noqa: E402
 
@@ -322,11 +322,27 @@ def test_transformers_by_itself_refuses(fp8, tmp_path):
     run_python("-c", REFUSED, tmp_path / "replaced", tmp_path / "other")
 
 
-def test_what_transformers_has_renamed_costs_one_feature(monkeypatch):
+RENAMED = """
+import pytest, sys, transformers
+from transformers import PreTrainedModel, fusion_mapping
+owner = fusion_mapping if sys.argv[1] == "_FUSION_REGISTRY" else PreTrainedModel
+setattr(owner, f"{sys.argv[1]}_", getattr(owner, sys.argv[1]))
+delattr(owner, sys.argv[1])
+before = dict(vars(PreTrainedModel))
+with pytest.warns(UserWarning, match=f"refuses to load models with replaced networks: .*{sys.argv[1]}"):
+    import flashmhf.models
+assert dict(vars(PreTrainedModel)) == before
+setattr(owner, sys.argv[1], getattr(owner, f"{sys.argv[1]}_"))
+with pytest.raises(ValueError, match="Unknown fusion type: flashmhf"):
+    transformers.LlamaForCausalLM.from_pretrained(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("name", ["_FUSION_REGISTRY", "post_init", "save_pretrained"])
+def test_what_transformers_has_renamed_costs_one_feature(name, tmp_path):
     """Models with replaced networks are then refused, as they are without the import."""
-    monkeypatch.delattr(fusion_mapping, "_FUSION_REGISTRY")
-    with pytest.warns(UserWarning, match="models with replaced networks: .*_FUSION_REG"):
-        building.register_fusion()
+    replaced().save_pretrained(tmp_path)
+    run_python("-c", RENAMED, name, tmp_path)
 
 
 @pytest.mark.parametrize("part", [None, "layers"])
