@@ -13,7 +13,7 @@ from . import checks
 from .checks import positive
 from .nn.flashmhf import FlashMHF, default_num_heads, default_subnet_dim
 from .nn.init import INITIALIZER_RANGE
-from .nn.weights import check_held, check_not_compiled, check_whole, mark_drawn
+from .nn.weights import check_held, check_not_compiled, check_whole, hooks_of
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 WIDTH_MULTIPLE = 16  # what the kernels want of d_e
@@ -37,9 +37,8 @@ def _why_not_swiglu(module: nn.Module) -> str | None:
         return None
     parts = {**vars(module), **module._modules}.items()
     others = {name: part for name, part in parts if name[0] != "_" and name not in _PROJECTIONS and callable(part)}
-    numbers = {name: part for name, part in parts if isinstance(part, float)}
     shown = [f"{name} = {getattr(part, '__name__', None) or type(part).__name__}" for name, part in others.items()]
-    shown += [f"{name} = {value}" for name, value in numbers.items()]
+    shown += [f"{name} = {part}" for name, part in parts if isinstance(part, float)]
     return f"computes something else than SwiGLU with the activation SiLU ({', '.join(shown) or 'by its forward'})"
 
 
@@ -48,30 +47,27 @@ def _computes_swiglu(module: nn.Module) -> bool:
     """Return whether the class's forward computes SwiGLU, with layers of two and three features in place of its own.
     Values are small and large, so that multipliers and clamps show.
     """
-    draw = torch.Generator().manual_seed(0)
     small = copy.copy(module)
     sizes = {module.gate_proj.out_features: 3, module.gate_proj.in_features: 2}
     vars(small).update({name: sizes.get(size, size) for name, size in vars(module).items() if type(size) is int})
     parts = module._modules.items()
     small._modules = {name: nn.Identity() if isinstance(part, nn.Dropout) else part for name, part in parts}
     small.training = False
-    for name in _PROJECTIONS:
-        old = module._modules[name]
-        layer = nn.Linear(sizes[old.in_features], sizes[old.out_features], old.bias is not None, device="meta")
-        for key, weight in [*layer.named_parameters()]:
-            drawn = torch.randn(weight.shape, generator=draw, device="cpu", dtype=torch.float32)
-            layer.register_parameter(key, nn.Parameter(drawn))
-        small._modules[name] = layer
-    for scale in (1.0, 1e4):
-        x = scale * torch.randn(1, 8, 2, generator=draw, device="cpu", dtype=torch.float32)
-        with torch.autocast("cpu", enabled=False):
+    with torch.random.fork_rng([]), torch.autocast("cpu", enabled=False):
+        torch.default_generator.manual_seed(0)
+        for name in _PROJECTIONS:
+            old = module._modules[name]
+            shape = sizes[old.in_features], sizes[old.out_features], old.bias is not None
+            small._modules[name] = nn.Linear(*shape, "cpu", torch.float32)
+        for scale in (1.0, 1e4):
+            x = scale * torch.randn(1, 8, 2, device="cpu", dtype=torch.float32)
             expected = small.down_proj(nn.functional.silu(small.gate_proj(x)) * small.up_proj(x))
             try:
                 y = type(module).forward(small, x)
             except Exception:  # a forward of other arguments
                 return False
-        if not isinstance(y, Tensor) or y.shape != x.shape or not (y - expected).norm() <= 1e-3 * expected.norm():
-            return False
+            if not isinstance(y, Tensor) or y.shape != x.shape or not (y - expected).norm() <= 1e-3 * expected.norm():
+                return False
     return True
 
 
@@ -80,15 +76,14 @@ def _experts(block: nn.Module) -> list[nn.Module]:
     a matrix of a row per expert, beside as many networks or one tensor of the weights of all.
     """
     parts = []
-    for child, module in block.named_children():
-        held = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        parts += [(f"{child}.{key}", each) for key, each in module.named_children()] if held else [(child, module)]
-    networks = [part for _, part in parts if _is_gated(part) and _why_not_swiglu(part) is None]
+    for module in block.children():
+        parts += [*module.children()] if isinstance(module, (nn.ModuleList, nn.ModuleDict)) else [module]
+    networks = [part for part in parts if _is_gated(part) and _why_not_swiglu(part) is None]
     if not networks or isinstance(block, nn.Sequential):
         return []
     d_model = networks[0].gate_proj.in_features
     tensors = [(block, each) for each in block.parameters(recurse=False)]
-    tensors += [(part, each) for _, part in parts if part not in networks for each in part.parameters()]
+    tensors += [(part, each) for part in parts if part not in networks for each in part.parameters()]
     matrices = [(owner, {*each.shape}) for owner, each in tensors if each.dim() == 2]
     routers = {(owner, *(shape - {d_model})) for owner, shape in matrices if d_model in shape}
     fused = {(owner, each.shape[0]) for owner, each in tensors if each.dim() == 3 and d_model in each.shape[1:]}
@@ -108,26 +103,21 @@ def _check_replaceable(model: nn.Module, networks: dict[str, nn.Module]) -> None
     """Refuse what a network carries beside its weights, which would be lost, and what would go on calling it."""
     for name, network in networks.items():
         check_not_compiled(name)
-        parts = [*network.modules()]
-        hooks = (kind for part in parts for kind in vars(part) if kind.endswith("_hooks") and vars(part)[kind])
-        if (kind := next(hooks, None)) or any(weight._backward_hooks for weight in network.parameters()):
-            found = (kind or "_backward_hooks").strip("_").replace("_", " ")
-            raise ValueError(f"{name} has {found}, which would be lost; supported: hooks set afterwards")
+        if hooks := hooks_of(*network.modules(), *network.parameters()):
+            raise ValueError(f"{name} has {hooks}, which would be lost; supported: hooks set afterwards")
         forward = vars(network).get("forward")
         known = hasattr(network, "_hf_hook") or getattr(forward, "__module__", "").startswith("liger_kernel")
         if forward is not None and not known:
             raise ValueError(f"{name} has a forward of its own, which would be lost; supported: its class's")
-    held = {id(part): name for name, network in networks.items() for part in network.modules()}
+    replaced = {id(part): name for name, network in networks.items() for part in network.modules()}
     for name, owner in model.named_modules():
-        if id(owner) in held:
-            continue
-        for key, value in vars(owner).items():
+        for key, value in vars(owner).items() if id(owner) not in replaced else ():
             values = (
                 value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
             )
-            values = () if key == "_modules" else [getattr(each, "__self__", each) for each in values]
-            if found := next((held[id(each)] for each in values if id(each) in held), None):
-                found = f"{f'{name}.{key}'.lstrip('.')} holds {found}, too, and would go on calling it"
+            networks_of = (replaced.get(id(getattr(each, "__self__", each))) for each in values)
+            if key != "_modules" and (network := next(filter(None, networks_of), None)):
+                found = f"{f'{name}.{key}'.lstrip('.')} holds {network}, too, and would go on calling it"
                 raise ValueError(f"{found}; supported: networks that modules alone hold")
 
 
@@ -175,28 +165,26 @@ def replace_ffn(
     check_whole("", model)
     empty = all(parameter.is_meta for parameter in model.parameters())
     experts = {id(network) for block in model.modules() for network in _experts(block)}
-    for name, module in model.named_modules():
-        if hasattr(module, "base_layer"):
-            supported = "models without, as before get_peft_model or after merge_and_unload()"
-            raise ValueError(f"{name} is held by an adapter; supported: {supported}")
+    if adapted := [name for name, module in model.named_modules() if hasattr(module, "base_layer")]:
+        supported = "models without, as before get_peft_model or after merge_and_unload()"
+        raise ValueError(f"{adapted[0]} is held by an adapter; supported: {supported}")
     # the names of each network; ids, so that a replaced network's memory is free at once
     shared: dict[int, list[str]] = {}
     reasons = []
     for name, module in model.named_modules(remove_duplicate=False):
         if not _is_gated(module) or id(module) in experts:
             continue
-        for each in _PROJECTIONS:
-            check_held(f"{name}.{each}".lstrip("."), module._modules[each], empty)
+        check_held(name, module, empty)
         if reason := _why_not_swiglu(module):
             reasons.append(f"{name or 'model'} {reason}")
         else:
             shared.setdefault(id(module), []).append(name)
     names = [name for members in shared.values() for name in members]
     if not names:
-        found = f"{type(model).__name__} has no SwiGLU network"
-        found += f" but experts of mixtures, {len(experts)} of them, which are left alone" if experts else ""
+        found = f" but experts of mixtures, {len(experts)} of them, which are left alone" if experts else ""
+        found += f": {reasons[0]}" if reasons else ""
         supported = "gate_proj, up_proj and down_proj that are linear layers, with SiLU between them"
-        raise ValueError(f"{found}{f': {reasons[0]}' if reasons else ''}; supported: {supported}")
+        raise ValueError(f"{type(model).__name__} has no SwiGLU network{found}; supported: {supported}")
     if "" in names:
         found = f"model is itself a SwiGLU network ({type(model).__name__})"
         raise ValueError(f"{found}, which cannot be replaced in place; supported: the module that holds it")
@@ -206,20 +194,20 @@ def replace_ffn(
         found = (getattr(getattr(part, "config", None), "num_hidden_layers", None) for part in model.modules())
         num_layers = max([len(names), *(count for count in found if isinstance(count, int))])
     sizes = (num_heads, num_subnets, subnet_dim, initializer_range, positive("num_layers", num_layers))
-    for name in names:  # whatever is refused is refused before the model changes
-        _counterpart(model.get_submodule(name), sizes, {**kwargs, "device": "meta"})
+    device = kwargs.pop("device", None)
+    # without memory: whatever is refused is refused before the model changes
+    networks = [_counterpart(model.get_submodule(members[0]), sizes, kwargs) for members in shared.values()]
     models = []
     if "transformers.modeling_utils" in sys.modules:  # else there can be none
         from .models import record
 
-        swapped = [model.get_submodule(name) for name in names]
-        models = [each for each in record.models_in(model) if not {*swapped}.isdisjoint(each.modules())]
+        models = [each for each in record.models_in(model) if not shared.keys().isdisjoint(map(id, each.modules()))]
         for each in models:
-            record.described(each, changes=True)
-    for members in shared.values():
-        network = _counterpart(model.get_submodule(members[0]), sizes, kwargs)
-        mark_drawn(network)
-        network.placed = True
+            record.recorded(each, changes=True)
+    for members, network in zip(shared.values(), networks, strict=True):
+        where = device or model.get_submodule(members[0]).gate_proj.weight.device
+        if torch.device(where).type != "meta":
+            network.to_empty(device=where)  # and draws its weights
         for name in members:
             model.set_submodule(name, network)
     for each in models:
@@ -232,6 +220,7 @@ def replace_ffn(
 
 
 def _counterpart(swiglu: nn.Module, sizes: tuple[Any, ...], kwargs: dict[str, Any]) -> FlashMHF:
+    """Return the network that takes the place of ``swiglu``, on the meta device."""
     num_heads, num_subnets, subnet_dim, initializer_range, num_layers = sizes
     weight = swiglu.gate_proj.weight
     d_model = weight.shape[1]
@@ -241,7 +230,8 @@ def _counterpart(swiglu: nn.Module, sizes: tuple[Any, ...], kwargs: dict[str, An
         shared = {name: kwargs[name] for name in ("num_kv_heads", "skip_linear") if name in kwargs}
         num_subnets, subnet_dim = equal_parameter_sizes(d_model, matrices, heads, **shared)
     bias = not kwargs.get("skip_linear") and any(getattr(swiglu, name).bias is not None for name in _PROJECTIONS)
-    settings = {"bias": bias, "device": weight.device, "dtype": weight.dtype, **kwargs}
-    module = FlashMHF(d_model, heads, num_subnets, subnet_dim, **settings)
-    module.reset_parameters(initializer_range=initializer_range, num_layers=num_layers)
-    return module.train(swiglu.training)
+    settings = {"bias": bias, "dtype": weight.dtype, **kwargs, "device": "meta"}
+    network = FlashMHF(d_model, heads, num_subnets, subnet_dim, **settings)
+    network.reset_parameters(initializer_range=initializer_range, num_layers=num_layers)
+    network.placed = True
+    return network.train(swiglu.training)

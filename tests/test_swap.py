@@ -237,7 +237,7 @@ OTHER = {"quant_method": "torchao"}
         (lambda: changed(foreign(), "model.layers.0.mlp", forward=print), {}, ValueError,
          "mlp has a forward of its own, which would be lost"),
         (lambda: calling(mlp=torch.compile), {}, ValueError,
-         "mlp._orig_mod is within torch.compile's module, which would go on calling .*; supported: compiled afterwards"),
+         "mlp._orig_mod is within torch.compile's module, which would go on .*; supported: compiled afterwards"),
         (lambda: calling(kept=lambda mlp: [mlp]), {}, ValueError, "kept holds mlp, too, and would go on calling it"),
         (lambda: calling(kept=lambda mlp: mlp.forward), {}, ValueError, "kept holds mlp, too"),
         (lambda: block(mlp=Gated(), other=nn.Linear(4, 4)), {"skip_linear": True, "bias": True}, ValueError, "bias is"),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .. import checks
 from ..checks import flag
 from ..nn import FlashMHF
-from ..nn.weights import check_held, check_whole
+from ..nn.weights import check_held, check_whole, hooks_of
 
 _WEIGHTS = ("k", "u", "v")
 
@@ -24,9 +24,8 @@ def stack_weights(network: FlashMHF, stacked: bool = True) -> FlashMHF:
     check_held("", network, empty=True)
     check_whole("", network)
     for name in _WEIGHTS:
-        weight = getattr(network, name)
-        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-            raise ValueError(f"{name} has hooks, which its new parameter would lose; supported: hooks set afterwards")
+        if hooks := hooks_of(getattr(network, name)):
+            raise ValueError(f"{name} has {hooks}, which its new parameter would lose; supported: hooks set afterwards")
     shape = network.weight_shape
     if flag("stacked", stacked) and network.k.dim() == 4:
         network.register_state_dict_post_hook(_unstack)

@@ -23,7 +23,7 @@ _ARGUMENTS = inspect.signature(FlashMHF).parameters.keys() - {"bias", "device", 
 _TRANSPARENT = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # state dicts leave these names out
 
 
-def described(model: PreTrainedModel, changes: bool = False) -> tuple[dict[str, dict[str, Any]], bool | list[str]]:
+def recorded(model: PreTrainedModel, changes: bool = False) -> tuple[dict[str, dict[str, Any]], bool | list[str]]:
     """Return the arguments of the replaced networks by name, and the names of those in FP8 or whether all are.
 
     Raises ValueError for a network that cannot be recorded, and if another method quantises a model that has networks
@@ -59,25 +59,24 @@ def described(model: PreTrainedModel, changes: bool = False) -> tuple[dict[str, 
 
 
 def record(model: PreTrainedModel) -> None:
-    """Write :func:`described` into the model's configuration. Raises what that raises; nothing has then changed."""
-    networks, fp8 = described(model)
+    """Write :func:`recorded` into the model's configuration. Raises what that raises; nothing has then changed."""
+    networks, fp8 = recorded(model)
     for config in (part.config for part in model.modules() if isinstance(part, PreTrainedModel)):
         # what is recorded of a part has other names, and may be no longer so
         config.__dict__.pop(NETWORKS, None)
         if method_of(config) == METHOD:
             del config.quantization_config
-        if METHOD in (getattr(config, "fusion_config", None) or {}):
-            fusions = {name: options for name, options in config.fusion_config.items() if name != METHOD}
+        if METHOD in (fusions := dict(getattr(config, "fusion_config", None) or {})):
+            del fusions[METHOD]
             config.__dict__.update(fusion_config=fusions) if fusions else config.__dict__.pop("fusion_config")
-    config = model.config
     if networks:
-        setattr(config, NETWORKS, networks)
+        setattr(model.config, NETWORKS, networks)
     if fp8:
-        config.quantization_config = {"quant_method": METHOD, "fp8": fp8, "layout": LAYOUT}
-    if (networks or fp8) and not isinstance(config, FlashMHFConfig):  # whose model_type needs the import anyway
+        model.config.quantization_config = {"quant_method": METHOD, "fp8": fp8, "layout": LAYOUT}
+    if (networks or fp8) and not isinstance(model.config, FlashMHFConfig):  # whose model_type needs the import anyway
         # transformers by itself refuses a fusion that is not registered, and else would draw SwiGLU networks here.
         # False: it replaces no class, the networks are put in one by one.
-        config.fusion_config = {**(getattr(config, "fusion_config", None) or {}), METHOD: False}
+        model.config.fusion_config = {**(getattr(model.config, "fusion_config", None) or {}), METHOD: False}
 
 
 def networks_in(model: nn.Module, kinds: Any) -> dict[str, nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..torch_private import is_dtensor
 
@@ -47,6 +47,14 @@ def check_not_compiled(name: str) -> None:
     if name.rpartition(".")[2] == "_orig_mod":
         found = f"{name} is within torch.compile's module, which would go on calling the network that it compiled"
         raise ValueError(f"{found}; supported: compiled afterwards, or by module.compile()")
+
+
+def hooks_of(*parts: nn.Module | Tensor) -> str | None:
+    """Return which hooks one of ``parts`` has, in words, or None: whatever takes its place would lose them."""
+    tensor_hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
+    kinds = ((part, tensor_hooks if isinstance(part, Tensor) else vars(part)) for part in parts)
+    found = (name for part, names in kinds for name in names if name.endswith("_hooks") and getattr(part, name))
+    return next((name.strip("_").replace("_", " ") for name in found), None)
 
 
 def mark_drawn(module: nn.Module) -> None:

@@ -13,7 +13,7 @@ from ..backends import FP8_BACKENDS, check_name
 from ..nn.flashmhf import FlashMHF
 from ..nn.multihead import RoutedHeads
 from ..nn.network import Contiguous, FixedDtypes
-from ..nn.weights import check_held, check_not_compiled
+from ..nn.weights import check_held, check_not_compiled, hooks_of
 from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
 
 METHOD = "flashmhf"  # quant_method in the configuration of a transformers model
@@ -56,15 +56,12 @@ class Fp8FlashMHF(FixedDtypes, Contiguous, RoutedHeads):
             raise ValueError(f"activation is {network.activation!r}; supported in FP8: 'silu'")
         if any(map(torch_private.is_dtensor, network.parameters())):
             raise NotImplementedError("network has DTensors; supported: networks before parallelize or fully_shard")
-        for name, held in vars(network).items():  # such as the all-reduce of flashmhf.distributed.shard
-            if name.endswith("_hooks") and held:
-                found = f"network has {name.strip('_').replace('_', ' ')}, which would be lost"
-                raise NotImplementedError(f"{found}; supported: hooks set afterwards")
+        if hooks := hooks_of(network):  # such as the all-reduce of flashmhf.distributed.shard
+            raise NotImplementedError(f"network has {hooks}, which would be lost; supported: hooks set afterwards")
         for name, weight in network.named_parameters(recurse=False):
-            more = [key for key in vars(weight) if key[0] != "_"]  # such as the weight_loader of an engine
-            more += [key for key in ("_backward_hooks", "_post_accumulate_grad_hooks") if getattr(weight, key)]
-            if more:
-                found = f"{name} has {more[0].strip('_').replace('_', ' ')}, which would be lost"
+            own = (key for key in vars(weight) if key[0] != "_")  # such as the weight_loader of an engine
+            if more := hooks_of(weight) or next(own, None):
+                found = f"{name} has {more}, which would be lost"
                 raise NotImplementedError(f"{found}; supported: weights without, whose FP8 module gets it afterwards")
         expected = {"k", "u", "v", "router", "in_proj", "out_proj", "q_norm"}
         more = [name for held in (network._parameters, network._buffers, network._modules) for name in held]

@@ -36,7 +36,7 @@ def test_stacked_weights_are_the_same_memory_and_function():
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         network = make()
         getattr(network.v, register)(lambda _: None)
-        with pytest.raises(ValueError, match="v has hooks, which its new parameter would lose"):
+        with pytest.raises(ValueError, match="v has .*hooks, which its new parameter would lose"):
             stack_weights(network)
         assert network.k.dim() == 4
 

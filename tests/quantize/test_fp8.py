@@ -193,7 +193,7 @@ def test_states_of_other_kinds_are_refused(assign):
     (lambda m: m.compile(), "network is compiled"),
     (lambda m: m.k.register_hook(lambda grad: grad), "k has backward hooks"),
     (lambda m: m.v.register_post_accumulate_grad_hook(lambda _: None), "v has post accumulate grad hooks"),
-    (lambda m: setattr(m.u, "weight_loader", print), "u has weight loader"),
+    (lambda m: setattr(m.u, "weight_loader", print), "u has weight_loader"),
 ])  # fmt: skip
 def test_what_packing_would_lose_is_refused_by_name(change, message):
     model = nn.Sequential(flashmhf.FlashMHF(128, 2, 3, 32))
@@ -206,7 +206,9 @@ def test_what_packing_would_lose_is_refused_by_name(change, message):
 def test_a_network_that_torch_compile_has_wrapped_is_refused():
     """What it compiled would go on running in 16 bits."""
     model = nn.Sequential(torch.compile(flashmhf.FlashMHF(128, 2, 3, 32), backend="eager"))
-    with pytest.raises(ValueError, match=r"0._orig_mod is within torch.compile's module, .*; supported: compiled after"):
+    with pytest.raises(
+        ValueError, match=r"0._orig_mod is within torch.compile's module, .*; supported: compiled after"
+    ):
         quantize.quantize_(model)
     assert isinstance(model[0]._orig_mod, flashmhf.FlashMHF)
 
