@@ -316,7 +316,7 @@ def _generate(parser: Parser, arguments: list[str]) -> int:
     settings = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
     if sys.stdout.isatty() if args.stream is None else args.stream:
         print(prompt, end="", flush=True)
-        generation.generate(model, tokenizer, prompt, streamer=generation.printer(tokenizer), **settings)
+        generation.generate(model, tokenizer, prompt, streamer=generation.Printer(tokenizer), **settings)
     else:
         print(prompt + generation.generate(model, tokenizer, prompt, **settings))
     return 0

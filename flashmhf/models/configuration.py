@@ -134,16 +134,20 @@ class FlashMHFConfig(LlamaConfig):
             raise ValueError(f"ffn_type is {self.ffn_type!r}; supported: {', '.join(FFN_TYPES)}")
         if self.ffn_init not in INITS:
             raise ValueError(f"ffn_init is {self.ffn_init!r}; supported: {', '.join(map(repr, INITS))}")
-        activations = list(ACTIVATIONS) if self.ffn_type in _OPERATOR else ["silu"]
+        activations = ACTIVATIONS if self.ffn_type in _OPERATOR else ("silu",)
         if self.hidden_act not in activations:
             supported = ", ".join(map(repr, activations))
             raise ValueError(f"hidden_act is {self.hidden_act!r}; ffn_type={self.ffn_type!r} supports: {supported}")
-        self._check_count("ffn_num_heads", self.ffn_type in _MULTI_HEAD, "hidden_size", self.hidden_size)
-        self._check_count("ffn_num_subnets", self.ffn_type in _GATED, "intermediate_size", self.intermediate_size)
+        for name, kinds, of in (
+            ("ffn_num_heads", _MULTI_HEAD, "hidden_size"), ("ffn_num_subnets", _GATED, "intermediate_size"),
+        ):  # fmt: skip
+            if self.ffn_type in kinds:
+                divisor(name, getattr(self, name), of, getattr(self, of))
+            elif getattr(self, name) is not None:
+                raise ValueError(f"{name} is {getattr(self, name)}; ffn_type={self.ffn_type!r} has none, leave it out")
         for name in ("ffn_q_norm", "ffn_skip_linear", "ffn_num_kv_heads"):
-            if getattr(self, name) and self.ffn_type not in _OPERATOR:
-                found = f"{name}={getattr(self, name)}"
-                raise ValueError(f"{found} needs ffn_type='flashmhf' or 'mh_ffn', got {self.ffn_type!r}")
+            if (value := getattr(self, name)) and self.ffn_type not in _OPERATOR:
+                raise ValueError(f"{name}={value} needs ffn_type='flashmhf' or 'mh_ffn', got {self.ffn_type!r}")
         if self.ffn_num_kv_heads is not None:
             divisor("ffn_num_kv_heads", self.ffn_num_kv_heads, "ffn_num_heads", self.ffn_num_heads)
         if self.ffn_skip_linear and self.mlp_bias:
@@ -151,13 +155,6 @@ class FlashMHFConfig(LlamaConfig):
         self.official_init  # noqa: B018  raises for unknown gains
         if self.mlp_bias and self.ffn_type == "dense_moe":
             raise ValueError("mlp_bias=True is not supported with ffn_type='dense_moe'")
-
-    def _check_count(self, name: str, used: bool, divides: str, size: int) -> None:
-        count = getattr(self, name)
-        if used:
-            divisor(name, count, divides, size)
-        elif count is not None:
-            raise ValueError(f"{name} is {count}; ffn_type={self.ffn_type!r} has none, leave it out")
 
     @property
     def official_init(self) -> OfficialInit:

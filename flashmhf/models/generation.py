@@ -28,19 +28,20 @@ class _RefuseNotFinite(LogitsProcessor):
         return scores
 
 
-class _Printer(TextStreamer):
-    """Decode the continuation with the end of the prompt: many tokenizers drop the space before the first word."""
+class Printer(TextStreamer):
+    """Print a continuation word by word, then end the line: a ``streamer`` for :func:`generate`.
+
+    It is decoded with the end of the prompt, since many tokenizers drop the space before the first word.
+    """
+
+    def __init__(self, tokenizer) -> None:
+        super().__init__(tokenizer, skip_prompt=True, **_DECODING)
 
     def put(self, value: torch.Tensor) -> None:
         if self.next_tokens_are_prompt:
             self.token_cache = value.flatten().tolist()[-16:]  # all of it would be decoded again for every token
             self.print_len = len(self.tokenizer.decode(self.token_cache, **_DECODING))
         super().put(value)
-
-
-def printer(tokenizer) -> TextStreamer:
-    """Return a ``streamer`` for :func:`generate` that prints the continuation word by word, then ends the line."""
-    return _Printer(tokenizer, skip_prompt=True, **_DECODING)
 
 
 @contextlib.contextmanager
@@ -64,10 +65,10 @@ def generate(
     """Return the continuation of ``prompt``, without it. Temperature 0 takes the likeliest token.
 
     The model's own settings take no part, and nothing is written to the model. The prompt gets no special tokens, as
-    texts in training; an empty one starts after an end-of-text token. ``streamer`` gets the tokens as they come
-    (:func:`printer`). A ``seed`` leaves the process's random states as they were. Raises ValueError for settings out of
-    range, a prompt that leaves no room, is not Unicode or has nothing to start after, and probabilities not finite;
-    TypeError for other types.
+    texts in training; an empty one starts after an end-of-text token. ``streamer``, such as a :class:`Printer`, gets
+    the tokens as they come. A ``seed`` leaves the process's random states as they were. Raises TypeError for other
+    types, ValueError for settings out of range, a prompt that leaves no room, is not Unicode or has nothing to start
+    after, and probabilities that are not finite.
     """
     checks.instance("model", model, PreTrainedModel, "a transformers.PreTrainedModel")
     checks.instance("prompt", prompt, str)
@@ -92,15 +93,17 @@ def generate(
     room = max_new_tokens if limit is None else limit - len(ids)
     if room < 1:
         raise ValueError(f"the prompt has {len(ids)} tokens; the model has {limit} positions")
-    # top_k: transformers' own default samples from the 50 likeliest tokens.
-    sampled = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    how = {"max_new_tokens": min(max_new_tokens, room)} | (sampled if temperature else {"do_sample": False})
-    settings = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id, **how)
+    end = tokenizer.eos_token_id
+    settings = GenerationConfig(max_new_tokens=min(max_new_tokens, room), eos_token_id=end, pad_token_id=end)
+    if temperature:  # top_k: transformers' own default samples from the 50 likeliest tokens
+        settings.update(do_sample=True, temperature=temperature, top_p=top_p, top_k=0)
     # transformers would take what ``settings`` leaves open from the model's own, such as beams. A view shares modules.
     view = copy.copy(model)
     view.generation_config = GenerationConfig()
     inputs = torch.tensor([ids], device=model.device)
-    watched = {"streamer": streamer, "logits_processor": LogitsProcessorList([_RefuseNotFinite()])}
     with _seeded(seed, model.device):
-        out = view.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings, **watched)
+        out = view.generate(
+            inputs, attention_mask=torch.ones_like(inputs), generation_config=settings, streamer=streamer,
+            logits_processor=LogitsProcessorList([_RefuseNotFinite()]),
+        )  # fmt: skip
     return tokenizer.decode(out[0], **_DECODING)[len(tokenizer.decode(ids, **_DECODING)) :]

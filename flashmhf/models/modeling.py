@@ -7,12 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 from transformers import GenerationMixin, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers import modeling_layers as layers
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
+from transformers.models.llama import modeling_llama as llama
 
 from ..nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU
 from ..nn.init import Scheme, draws_itself
@@ -39,35 +34,34 @@ def feed_forward(config: FlashMHFConfig) -> Network:
         case "dense_moe":
             return DenseMoE(d_model, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps)
         case "flashmhf":
-            sizes = (d_model, heads, config.ffn_num_subnets, config.ffn_subnet_dim)
-            return FlashMHF(*sizes, router_eps=config.ffn_router_eps, **operator)
+            operator |= {"router_eps": config.ffn_router_eps}
+            return FlashMHF(d_model, heads, config.ffn_num_subnets, config.ffn_subnet_dim, **operator)
 
 
 def check_complete(source: object, missing: Iterable[str]) -> None:
     """Raise ValueError that counts and names the ``missing`` weights of ``source``, if there are any."""
-    names = sorted(missing)
-    if names:
+    if names := sorted(missing):
         shown = ", ".join(names[:3]) + (", …" if names[3:] else "")
         raise ValueError(f"{source} lacks {len(names):,} weights of its model: {shown}")
 
 
-class FlashMHFRotaryEmbedding(FixedDtypes, LlamaRotaryEmbedding):
+class FlashMHFRotaryEmbedding(FixedDtypes, llama.LlamaRotaryEmbedding):
     """Llama's with frequencies that stay float32: bf16's put angles of positions above 2048 wrong by over a radian."""
 
     fixed = property(lambda self: tuple(self._buffers))
 
 
-class FlashMHFDecoderLayer(LlamaDecoderLayer):
+class FlashMHFDecoderLayer(llama.LlamaDecoderLayer):
     def __init__(self, config: FlashMHFConfig, layer_idx: int):
         layers.GradientCheckpointingLayer.__init__(self)  # LlamaDecoderLayer's own would allocate a SwiGLU first
         self.hidden_size = config.hidden_size
-        self.self_attn = LlamaAttention(config, layer_idx)
+        self.self_attn = llama.LlamaAttention(config, layer_idx)
         self.mlp = feed_forward(config)
         scheme = Scheme(config.ffn_init, config.initializer_range, config.num_hidden_layers, config.official_init)
         self.mlp.set_scheme(scheme)  # for whichever of its weights a checkpoint leaves out
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.ffn_norm else nn.Identity()
-        self.post_attention_layernorm = norm
+        self.input_layernorm = llama.LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        norm = llama.LlamaRMSNorm if config.ffn_norm else nn.Identity
+        self.post_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
 
 
 class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
@@ -76,7 +70,7 @@ class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
     config_class = FlashMHFConfig
     config: FlashMHFConfig
     _no_split_modules = ["FlashMHFDecoderLayer"]
-    _can_record_outputs = {"hidden_states": FlashMHFDecoderLayer, "attentions": LlamaAttention}
+    _can_record_outputs = {"hidden_states": FlashMHFDecoderLayer, "attentions": llama.LlamaAttention}
 
     def _init_weights(self, module):
         """Have our networks draw themselves; transformers has torch.nn.init leave loaded tensors alone."""
@@ -102,7 +96,7 @@ class FlashMHFModel(FlashMHFPreTrainedModel, LlamaModel):
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(FlashMHFDecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = llama.LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = FlashMHFRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()

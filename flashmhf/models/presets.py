@@ -11,9 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..nn import default_subnet_dim
-from .configuration import FFN_TYPES, FlashMHFConfig
-
-VOCABULARY = 50_432
+from .configuration import FlashMHFConfig
 
 
 @dataclass(frozen=True)
@@ -26,17 +24,17 @@ class Scale:
     learning_rate: float
     steps: int
     context: int = 4096
-    vocabulary: int = VOCABULARY
+    vocabulary: int = 50_432
     batch: int = 64
 
 
+MIB, GIB = 2**20, 2**30
 SCALES = {
     "128m": Scale(768, 12, True, 3e-3, 245_000),
     "370m": Scale(1024, 16, False, 1.5e-3, 245_000),
     "1.3b": Scale(2048, 32, False, 1e-3, 409_000),
     "tiny": Scale(128, 2, True, 3e-3, 200, context=128, vocabulary=512, batch=8),
 }
-MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Preset:
             initializer_range=0.02, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, bos_token_id=0,
             eos_token_id=0,
         )  # fmt: skip
-        return FlashMHFConfig(**{**settings, **overrides})
+        return FlashMHFConfig(**settings | overrides)
 
 
 def _table() -> dict[str, Preset]:
@@ -92,10 +90,11 @@ def _table() -> dict[str, Preset]:
             d_e, heads = default_subnet_dim(head_dim), SCALES[scale].d_model // head_dim
             subnets = round(d_ff / d_e)
             add(scale, "flashmhf", layers, subnets * d_e, heads, subnets, suffix=f"-dh{head_dim}")
-    for ffn in FFN_TYPES:
-        heads = None if ffn in ("swiglu", "dense_moe") else 2
-        subnets = 2 if ffn in ("dense_moe", "flashmhf") else None
-        add("tiny", ffn, 2, {"swiglu": 352, "dense_moe": 352, "pkv": 384}.get(ffn, 256), heads, subnets)
+    add("tiny", "swiglu", 2, 352)
+    add("tiny", "mh_ffn", 2, 256, 2)
+    add("tiny", "pkv", 2, 384, 2)
+    add("tiny", "dense_moe", 2, 352, subnets=2)
+    add("tiny", "flashmhf", 2, 256, 2, 2)
     return presets
 
 

@@ -39,8 +39,7 @@ class FlashMHFFp8Config(QuantizationConfigMixin):
         if others:
             raise ValueError(f"quantization_config has {sorted(others)}, which this version does not know")
         if layout != LAYOUT:
-            found = f"layout of the packed weights is {layout!r}"
-            raise ValueError(f"{found}; supported: {LAYOUT}. Pack them again with this version")
+            raise ValueError(f"layout of the packed weights is {layout!r}; supported: {LAYOUT}. Pack them again")
         if quant_method != METHOD:
             raise ValueError(f"quant_method is {quant_method!r}; supported: {METHOD!r}")
         if not isinstance(fp8, bool | list):
@@ -69,17 +68,15 @@ class FlashMHFQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        if getattr(model.config, "distributed_config", None) is not None:
-            found = "an FP8 model on several processes (tp_plan, distributed_config)"
-            raise NotImplementedError(f"{found}; supported: one process, device_map")
+        if getattr(model.config, "distributed_config", None) is not None:  # of tp_plan, too
+            raise NotImplementedError("an FP8 model on several processes; supported: one process, device_map")
         if self.pre_quantized:
             quantise_named(model, self.quantization_config.names(model, whole=True))
             _check_dtypes(networks_in(model, Fp8FlashMHF), checkpoint_files or ())
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if not self.pre_quantized:
-            names = self.quantization_config.names(model, whole=True)
-            if not names:
+            if not (names := self.quantization_config.names(model, whole=True)):
                 raise ValueError("model holds no FlashMHF")
             for name in names:
                 check_held(name, model.get_submodule(name))

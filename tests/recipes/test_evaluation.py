@@ -191,7 +191,7 @@ def test_only_the_given_settings_change_probabilities(trained, monkeypatch):
 
 def test_streamed_generation_prints_the_same_text(runs, trained, capsys):
     model, tokenizer = trained
-    settings = dict(seed=3, max_new_tokens=12, streamer=generation.printer(tokenizer))
+    settings = dict(seed=3, max_new_tokens=12, streamer=generation.Printer(tokenizer))
     text = generation.generate(model, tokenizer, "the cat", **settings)
     assert capsys.readouterr().out == text + "\n"
     command = ["generate", "the cat", *f"--model {runs['flashmhf']} --device cpu --seed 3 --max-new-tokens 12".split()]
@@ -205,7 +205,7 @@ def test_a_continuation_keeps_the_space_before_it(trained, capsys):
     made = Tokenizer(models.WordLevel({f"\u2581{i}": i for i in range(300)}, unk_token="\u25810"))
     made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     words = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="\u25810")
-    settings = dict(temperature=0, max_new_tokens=4, streamer=generation.printer(words))
+    settings = dict(temperature=0, max_new_tokens=4, streamer=generation.Printer(words))
     text = generation.generate(trained[0], words, "5 6", **settings)
     assert re.fullmatch(r"( \d+)+", text) and capsys.readouterr().out == text + "\n"
 
