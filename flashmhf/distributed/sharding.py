@@ -89,10 +89,7 @@ def _placements(
     needs_tokens, needs_weights = schema.kwargs_schema.get("needs", (True, True))
     # A result that is left out is an empty tensor, which nothing can be sharded over.
     of_tokens, of_weights = (tokens if needs_tokens else Replicate()), (weight_grads if needs_weights else Replicate())
-    if "w" in operands:
-        last = of_weights
-    else:
-        last = of_tokens if "r" in operands else Replicate()
+    last = of_weights if "w" in operands else of_tokens if "r" in operands else Replicate()
     return [of_tokens, of_weights, of_weights, of_weights, last, *inputs]
 
 
@@ -105,8 +102,12 @@ def _dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     info = _DISPATCHER.unwrap_to_op_info(op, args, kwargs)
     if "needs" in kwargs:
         info.schema.kwargs_schema["needs"] = tuple(kwargs["needs"])
-    specs = zip(info.schema.args_schema, info.local_args, strict=True)
-    info.schema.args_schema = tuple(_with_dtype_of(local, spec) for spec, local in specs)
+    specs = list(info.schema.args_schema)
+    for index, (spec, local) in enumerate(zip(specs, info.local_args, strict=True)):
+        if isinstance(spec, DTensorSpec) and spec.tensor_meta.dtype != local.dtype:
+            meta = spec.tensor_meta._replace(dtype=local.dtype)
+            specs[index] = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    info.schema.args_schema = tuple(specs)
     info.schema._recompute_comparison_key()
     _DISPATCHER.sharding_propagator.propagate(info)
     sharding = info.output_sharding
@@ -117,12 +118,6 @@ def _dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     if info.args_tree_spec:
         local = torch.utils._pytree.tree_unflatten(local, info.args_tree_spec)
     return _DISPATCHER.wrap(op(*local, **info.local_kwargs), sharding.output_spec)
-
-
-def _with_dtype_of(local: Any, spec: Any) -> Any:
-    if not isinstance(spec, DTensorSpec) or spec.tensor_meta.dtype == local.dtype:
-        return spec
-    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
 
 
 # ``needs`` decides which results are empty, so it is part of a decision's key.

@@ -15,6 +15,8 @@ from ..nn.weights import check_held, check_whole
 from ..quantize import Fp8FlashMHF
 from ..quantize.packing import E4M3, check_layout
 
+_NETWORKS = FlashMHF, MHFFN, ParametricKV, Fp8FlashMHF
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -37,9 +39,6 @@ class Rank:
         if count % self.size:
             raise ValueError(f"{name} is {count}; supported: multiples of the tensor-parallel size {self.size}")
         return count // self.size
-
-
-_NETWORKS = (FlashMHF, MHFFN, ParametricKV, Fp8FlashMHF)
 
 
 def _part(name: str, rank: Rank, sharded: dict[str, int], whole: Tensor) -> Tensor:
@@ -74,8 +73,7 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
     """
     checks.instance("rank", rank, Rank)
     if not isinstance(network, _NETWORKS):
-        supported = ", ".join(kind.__name__ for kind in _NETWORKS)
-        raise TypeError(f"network is a {type(network).__name__}; supported: {supported}")
+        raise TypeError(f"network is a {type(network).__name__}; supported: FlashMHF, MHFFN, ParametricKV, Fp8FlashMHF")
     if network.in_proj is None:
         raise NotImplementedError("skip_linear is True; supported: False")
     check_held("", network, empty=True)
@@ -83,8 +81,8 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
     if any(hasattr(parameter, "weight_loader") for parameter in network.parameters()):
         raise ValueError("network is one rank's part already; supported: whole networks, such as a copy for each rank")
     keys = network.k8 if hasattr(network, "k8") else network.k
-    counts = {"num_heads": network.num_heads, "num_kv_heads": len(keys)}
-    vars(network).update({name: rank.of(name, count) for name, count in counts.items()})
+    heads, kv_heads = rank.of("num_heads", network.num_heads), rank.of("num_kv_heads", len(keys))
+    network.num_heads, network.num_kv_heads = heads, kv_heads
     for name, whole in [*network.named_parameters(), *network.named_buffers()]:
         part = partial(_part, name, rank, network.SHARDED)
         own = part(whole.detach())

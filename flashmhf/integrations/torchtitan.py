@@ -104,16 +104,13 @@ def feed_forward(
     num_heads = divisor("num_heads", num_heads, "the model's dimension", d_model)
     head_dim = d_model // num_heads
     subnet_dim = default_subnet_dim(head_dim) if subnet_dim is None else positive("subnet_dim", subnet_dim)
-    if num_subnets is None:
-        num_subnets = max(1, round(width / subnet_dim))
-    num_subnets = positive("num_subnets", num_subnets)
+    num_subnets = positive("num_subnets", max(1, round(width / subnet_dim)) if num_subnets is None else num_subnets)
     ones = {"weight": nn.init.ones_}
     norm = TitanHeadRMSNorm.Config(num_heads=num_heads, head_dim=head_dim, eps=1e-5, param_init=ones)
     network = TitanFlashMHF.Config(
         in_proj=Linear.Config(in_features=d_model, out_features=d_model),
         out_proj=Linear.Config(in_features=d_model, out_features=d_model), q_norm=norm if q_norm else None,
-        num_heads=num_heads, num_subnets=num_subnets, subnet_dim=subnet_dim,
-        num_layers=num_layers, init=init,
+        num_heads=num_heads, num_subnets=num_subnets, subnet_dim=subnet_dim, num_layers=num_layers, init=init,
     )  # fmt: skip
     if cfg.sharding_config is not None:  # torchtitan has set the stock network's before
         _shard(network, cfg)
@@ -140,11 +137,9 @@ def param_groups(
     settings["lr"] *= projection_rate
     if "weight_decay" in settings:
         settings["weight_decay"] /= projection_rate
-    of_projections = ParamGroupConfig(
-        pattern=r"feed_forward\.(.*\.)?(in|out)_proj\.weight$", optimizer_name=group.optimizer_name,
-        optimizer_kwargs=settings,
-    )  # fmt: skip
-    return dataclasses.replace(cfg, param_groups=[of_projections, *cfg.param_groups])
+    pattern = r"feed_forward\.(.*\.)?(in|out)_proj\.weight$"
+    projections = ParamGroupConfig(pattern=pattern, optimizer_name=group.optimizer_name, optimizer_kwargs=settings)
+    return dataclasses.replace(cfg, param_groups=[projections, *cfg.param_groups])
 
 
 def _shard(network: TitanFlashMHF.Config, cfg: FeedForward.Config) -> None:

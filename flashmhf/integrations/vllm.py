@@ -10,12 +10,8 @@ import copy
 from collections.abc import Iterable
 
 from torch import Tensor, nn
+from vllm import distributed
 from vllm.config import VllmConfig
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_reduce,
-)
 from vllm.model_executor.models import llama
 
 from ..distributed import Rank
@@ -38,9 +34,11 @@ class FlashMHFDecoderLayer(llama.LlamaDecoderLayer):
         as_llama.hidden_act = "silu"  # its own network, which is replaced below, has no other
         super().__init__(vllm_config, prefix, config=as_llama, **kwargs)
         if config.ffn_type != "swiglu":
-            rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-            rank_of_heads = Rank(rank, ranks, tensor_model_parallel_all_reduce)
-            self.mlp = served_feed_forward(config, rank_of_heads, f"{prefix}.mlp.")
+            rank = Rank(
+                distributed.get_tensor_model_parallel_rank(), distributed.get_tensor_model_parallel_world_size(),
+                distributed.tensor_model_parallel_all_reduce,
+            )  # fmt: skip
+            self.mlp = served_feed_forward(config, rank, f"{prefix}.mlp.")
         if not config.ffn_norm:
             self.post_attention_layernorm = NoNorm()
 

@@ -21,8 +21,6 @@ _NAMES = {
     "w_self_2.weight": "out_proj.weight", "q_norm.weight": "q_norm.weight", "w_self.bias": "in_proj.bias",
     "w_self_2.bias": "out_proj.bias",
 }  # fmt: skip
-_OPTIONAL = {"q_norm.weight", "w_self.bias", "w_self_2.bias"}
-_LINEAR = {"w_self.weight", "w_self_2.weight"}
 PREFIXES = {"mhffnmoe": "mhffnmoe_", "mhffn": "mhffn_"}  # of an official configuration's settings, by its model_type
 
 
@@ -59,7 +57,8 @@ def _check_names(
     """Refuse unknown and missing names. ``known`` has all that may be there, each with its name on the other side."""
     if unknown := sorted(state.keys() - known.keys()):
         raise ValueError(f"unknown names in {what}: {unknown}; supported: {sorted(known)}")
-    optional = _OPTIONAL | (_LINEAR if skip_linear else set()) | (set() if gated else {"router"})
+    optional = {"q_norm.weight", "w_self.bias", "w_self_2.bias", *(() if gated else ["router"])}
+    optional |= {"w_self.weight", "w_self_2.weight"} if skip_linear else set()
     if missing := sorted(name for name, other in known.items() if name not in state and not {name, other} & optional):
         raise KeyError(f"missing from {what}: {missing}")
 

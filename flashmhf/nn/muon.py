@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ..checks import FLOAT_DTYPES, epsilon, flag, name_of
+from ..checks import epsilon, flag, floating
 from ..torch_private import is_dtensor, never_compiled
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in torch.optim.Muon
@@ -74,7 +74,7 @@ def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
         shape[at] = max(0, min(step, shape[at] - step * mesh.get_local_rank(dim)))
     meshes = [mesh if mesh.ndim == 1 else DeviceMesh.from_group(mesh.get_group(dim), mesh.device_type) for dim in cut]
 
-    def moved(local: Tensor, level: int, whole: tuple[int, ...], source: int, target: int) -> Tensor:
+    def exchange(local: Tensor, level: int, whole: tuple[int, ...], source: int, target: int) -> Tensor:
         sizes = {"shape": torch.Size(whole), "stride": torch.empty(whole, device="meta").stride()}
         tensor = DTensor.from_local(local, meshes[level], [Shard(source)], run_check=False, **sizes)
         return tensor.redistribute(placements=[Shard(target)]).to_local()
@@ -82,10 +82,10 @@ def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
     x, ways = shards.to(_precision(shards)), []
     for level in reversed(range(len(cut))):
         ways.append((level, (len(x), *wholes[level][1:]), placements[cut[level]].dim + 1))
-        x = moved(x, *ways[-1], 0)
+        x = exchange(x, *ways[-1], 0)
     x = orthogonalise(x)
     for level, whole, at in reversed(ways):
-        x = moved(x, level, whole, 0, at)
+        x = exchange(x, level, whole, 0, at)
     return x
 
 
@@ -114,11 +114,9 @@ class Muon(torch.optim.Optimizer):
         *, momentum: float = 0.95, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
         fused: bool | None = None, capturable: bool = False,
     ):  # fmt: skip
-        epsilon("lr", float(lr) if isinstance(lr, Tensor) else lr)
-        for name, value in (("weight_decay", weight_decay), ("eps", eps)):
-            epsilon(name, value)
-        for name, value in (("momentum", momentum), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
-            if not epsilon(name, value) < 1:
+        rates = {"lr": float(lr) if isinstance(lr, Tensor) else lr, "weight_decay": weight_decay, "eps": eps}
+        for name, value in (rates | {"momentum": momentum, "betas[0]": betas[0], "betas[1]": betas[1]}).items():
+            if epsilon(name, value) >= 1 and name not in rates:
                 raise ValueError(f"{name} is {value}; it must be in [0, 1)")
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
         defaults |= {"fused": fused, "capturable": flag("capturable", capturable), "foreach": None, "maximize": False}
@@ -134,12 +132,12 @@ class Muon(torch.optim.Optimizer):
         _check("params: a group", group)
         _join_momentum(group, (own or _momentum_keys(group))[0])
         for parameter in group["params"] if group["muon"] else ():
-            found = "params: a group with muon=True holds a"
             if parameter.dim() < 2:
-                raise ValueError(f"{found} parameter of shape {list(parameter.shape)}; supported: matrices")
-            if not parameter.is_floating_point():
-                supported = ", ".join(map(name_of, FLOAT_DTYPES))
-                raise TypeError(f"{found} {name_of(parameter.dtype)} parameter; supported: {supported}")
+                shape = list(parameter.shape)
+                raise ValueError(
+                    f"params: a group with muon=True holds a parameter of shape {shape}; supported: matrices"
+                )
+            floating("params: a parameter in a group with muon=True", parameter)
         self.param_groups.append(group)
         if group["fused"] is None:
             group["fused"] = all(parameter.is_cuda for parameter in group["params"])

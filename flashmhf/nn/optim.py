@@ -54,8 +54,8 @@ def param_groups(
     if not epsilon("projection_rate", projection_rate) > 0:
         raise ValueError(f"projection_rate is {projection_rate}; it must be above 0")
     # the share of the rate, and the decay
-    rates = {"plain": (1.0, weight_decay), "projection": (projection_rate, weight_decay / projection_rate)}
-    rates["undecayed"] = 1.0, 0.0
+    projection = projection_rate, weight_decay / projection_rate
+    rates = {"plain": (1.0, weight_decay), "projection": projection, "undecayed": (1.0, 0.0)}
     projections = _parameters_of(model, FlashMHF, "in_proj", "out_proj")
     norms = _parameters_of(model, MultiHead, "q_norm") | _parameters_of(model, (nn.LayerNorm, nn.RMSNorm))
     others = _adamw_weights(model, outputs) if checks.flag("muon", muon) else set()
@@ -64,12 +64,11 @@ def param_groups(
         matrix = "projection" if parameter in projections else "plain"
         kind = "undecayed" if parameter.dim() < 2 or parameter in norms else matrix
         groups[kind, muon and kind != "undecayed" and parameter not in others].append(parameter)
-    made: list[dict[str, Any]] = []
-    for (kind, is_matrix), members in ((key, members) for key, members in groups.items() if members):
-        share, decay = rates[kind]
-        made.append({"params": members, "lr": lr * share, "lr_share": share, "weight_decay": decay})
-        made[-1] |= {"muon": is_matrix} if muon else {}
-    return made
+    return [
+        {"params": members, "lr": lr * share, "lr_share": share, "weight_decay": decay}
+        | ({"muon": is_matrix} if muon else {})
+        for (kind, is_matrix), members in groups.items() if members for share, decay in [rates[kind]]
+    ]  # fmt: skip
 
 
 def _parameters_of(model: nn.Module, kind: type | tuple[type, ...], *parts: str) -> set[Tensor]:
@@ -109,7 +108,7 @@ def _outputs_of(model: nn.Module, embeddings: set[Tensor], known: set[Tensor]) -
                 clear.update(module.parameters())
         if hasattr(module, "base_layer"):
             clear.update({*module.parameters()}.difference(module.base_layer.parameters()))
-    held, rows = _parameters_of(model, _MATRICES), {len(weight) for weight in embeddings}
+    of_layers, rows = _parameters_of(model, _MATRICES), {len(weight) for weight in embeddings}
     taken: set[int] = set()  # the widths that later modules take
     sized, last, loose, tied = {}, {}, [], False
     for name, part in reversed([*model.named_modules()]):
@@ -120,7 +119,7 @@ def _outputs_of(model: nn.Module, embeddings: set[Tensor], known: set[Tensor]) -
                 sized |= {name or "model": part} if part.out_features in rows else {}
                 last |= {name or "model": part} if part.out_features not in taken else {}
         elif own.keys() != {"weight", "bias"}:  # those of a linear layer of another class, such as GPT-2's
-            matrices = [key for key, each in own.items() if each.dim() == 2 and each not in held | clear]
+            matrices = [key for key, each in own.items() if each.dim() == 2 and each not in of_layers | clear]
             loose += [f"{name}.{key}".lstrip(".") for key in matrices]
         weights = (each for key, each in own.items() if key != "bias" and each.dim() and each not in embeddings)
         taken |= {getattr(part, "d_model", 0), *(weight.shape[-1] for weight in weights)}
