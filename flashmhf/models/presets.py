@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..nn import default_subnet_dim
 from .configuration import FlashMHFConfig
 
 
@@ -63,42 +62,37 @@ class Preset:
         return FlashMHFConfig(**settings | overrides)
 
 
-def _table() -> dict[str, Preset]:
-    presets = {}
-
-    def add(scale: str, ffn: str, layers: int, d_ff: int, heads=None, subnets=None, printed=None, suffix="") -> None:
-        name = f"{ffn}-{scale}{suffix}"
-        presets[name] = Preset(name, ffn, SCALES[scale], layers, d_ff, heads, subnets, printed)
-
-    add("128m", "swiglu", 12, 2048, printed=117.96 * MIB)
-    add("370m", "swiglu", 24, 2752, printed=388.05 * MIB)
-    add("1.3b", "swiglu", 24, 5504, printed=1.323 * GIB)
-    add("128m", "mh_ffn", 10, 2048, 6, printed=115.70 * MIB)
-    add("370m", "mh_ffn", 20, 2752, 8, printed=379.79 * MIB)
-    add("1.3b", "mh_ffn", 20, 5504, 16)
-    add("128m", "pkv", 12, 2304, 6)
-    add("370m", "pkv", 24, 3072, 8, printed=386.55 * MIB)
-    add("1.3b", "pkv", 24, 6208, 16)
-    add("128m", "dense_moe", 12, 2048, subnets=8)
-    add("370m", "dense_moe", 24, 2752, subnets=8)
-    add("1.3b", "dense_moe", 24, 5504, subnets=16)
-    add("128m", "flashmhf", 10, 2048, 6, 8, printed=115.77 * MIB)
-    add("370m", "flashmhf", 21, 2688, 8, 7, printed=390.08 * MIB)
-    add("1.3b", "flashmhf", 20, 5760, 16, 15, printed=1.321 * GIB)
-    for scale, layers, d_ff in (("128m", 10, 2048), ("370m", 21, 2688), ("1.3b", 20, 5760)):
-        for head_dim in (64, 256):
-            d_e, heads = default_subnet_dim(head_dim), SCALES[scale].d_model // head_dim
-            subnets = round(d_ff / d_e)
-            add(scale, "flashmhf", layers, subnets * d_e, heads, subnets, suffix=f"-dh{head_dim}")
-    add("tiny", "swiglu", 2, 352)
-    add("tiny", "mh_ffn", 2, 256, 2)
-    add("tiny", "pkv", 2, 384, 2)
-    add("tiny", "dense_moe", 2, 352, subnets=2)
-    add("tiny", "flashmhf", 2, 256, 2, 2)
-    return presets
-
-
-PRESETS = _table()
+PRESETS = {
+    f"{ffn}-{scale}": Preset(f"{ffn}-{scale}", ffn, SCALES[scale.partition("-")[0]], *sizes)
+    for ffn, scale, *sizes in (  # layers, d_ff, heads, sub-networks, the paper's count
+        ("swiglu", "128m", 12, 2048, None, None, 117.96 * MIB),
+        ("swiglu", "370m", 24, 2752, None, None, 388.05 * MIB),
+        ("swiglu", "1.3b", 24, 5504, None, None, 1.323 * GIB),
+        ("swiglu", "tiny", 2, 352),
+        ("mh_ffn", "128m", 10, 2048, 6, None, 115.70 * MIB),
+        ("mh_ffn", "370m", 20, 2752, 8, None, 379.79 * MIB),
+        ("mh_ffn", "1.3b", 20, 5504, 16),
+        ("mh_ffn", "tiny", 2, 256, 2),
+        ("pkv", "128m", 12, 2304, 6),
+        ("pkv", "370m", 24, 3072, 8, None, 386.55 * MIB),
+        ("pkv", "1.3b", 24, 6208, 16),
+        ("pkv", "tiny", 2, 384, 2),
+        ("dense_moe", "128m", 12, 2048, None, 8),
+        ("dense_moe", "370m", 24, 2752, None, 8),
+        ("dense_moe", "1.3b", 24, 5504, None, 16),
+        ("dense_moe", "tiny", 2, 352, None, 2),
+        ("flashmhf", "128m", 10, 2048, 6, 8, 115.77 * MIB),
+        ("flashmhf", "370m", 21, 2688, 8, 7, 390.08 * MIB),
+        ("flashmhf", "1.3b", 20, 5760, 16, 15, 1.321 * GIB),
+        ("flashmhf", "tiny", 2, 256, 2, 2),
+        ("flashmhf", "128m-dh64", 10, 2112, 12, 11),
+        ("flashmhf", "370m-dh64", 21, 2688, 16, 14),
+        ("flashmhf", "1.3b-dh64", 20, 5760, 32, 30),
+        ("flashmhf", "128m-dh256", 10, 2112, 3, 3),
+        ("flashmhf", "370m-dh256", 21, 2816, 4, 4),
+        ("flashmhf", "1.3b-dh256", 20, 5632, 8, 8),
+    )
+}
 
 
 def preset(name: str) -> Preset:
