@@ -69,7 +69,7 @@ NOT_FLASHMHF, OF_ONE = {"replace_ffn"}, {door for door in DOORS if "of one" in d
 WAYS = {  # what is done, the message after the network's name, and the functions that it does not concern
     "offloaded": (offloaded, r"\S+ is offloaded; supported: models loaded without offloading",
      {"save_pretrained"}),  # whose files transformers fills from elsewhere
-    "empty": (lambda model, _: model[1].to("meta"), "{name}{gate} has no values.*not offloaded",
+    "empty": (lambda model, _: model[1].to("meta"), "{name} has no values.*not offloaded",
      DOORS.keys() - {"replace_ffn", "quantize_", "to_fp8 of one"}),
     "parametrised": (lambda model, _: parametrize.register_parametrization(model[1], "k", nn.Identity()),
      "{name} has parametrised weights; .*remove_parametrizations", NOT_FLASHMHF),
