@@ -29,11 +29,9 @@ _PROPERTIES = {"device", "dim", "dtype", "is_cuda", "ndim", "numel", "requires_g
 _NOT_REPLICATED = (nn.MultiheadAttention, nn.RNNBase, nn.modules.batchnorm._BatchNorm)
 
 
-def _check_divides(size: int, name: str, count: int, what: str, of: str) -> None:
+def _check_divides(size: int, name: str, count: int, parts: str, of: str) -> None:
     if count % size:
-        raise ValueError(
-            f"{name or 'module'} has {what} and the mesh has size {size}; supported: sizes that divide {of}"
-        )
+        raise ValueError(f"{name or 'module'} has {parts} on a mesh of size {size}; supported: sizes that divide {of}")
 
 
 def check_heads(name: str, module: FlashMHF | MHFFN, size: int) -> None:

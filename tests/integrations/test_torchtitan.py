@@ -95,7 +95,7 @@ def test_projections_have_a_rate_of_their_own():
 def test_heads_that_the_ranks_do_not_divide():
     module = feed_forward(llama3_configs["debugmodel"](attn_backend="flex").layers[0].feed_forward, num_heads=2).build()
     with pytest.raises(
-        ValueError, match="feed_forward has H = 2 heads and the mesh has size 4; supported: sizes that divide H"
+        ValueError, match="feed_forward has H = 2 heads on a mesh of size 4; supported: sizes that divide H"
     ):
         module.parallelize(ParallelDims(1, 1, 1, 4, 1, 1, world_size=4))
 
