@@ -18,7 +18,7 @@ from ..nn.weights import mark_drawn
 from ..quantize import Fp8FlashMHF
 from ..quantize.modules import METHOD, quantise_named
 from .quantization import FlashMHFFp8Config, names_in
-from .record import NETWORKS, networks_in, record
+from .record import LAYERS, NETWORKS, layers_of, networks_in, record
 
 
 def build(model: PreTrainedModel) -> None:
@@ -29,7 +29,10 @@ def build(model: PreTrainedModel) -> None:
     networks, stored = getattr(model.config, NETWORKS, None) or {}, getattr(model.config, "quantization_config", None)
     if not isinstance(networks, dict):
         raise ValueError(f"{NETWORKS} is {networks!r}; supported: arguments of FlashMHF by name")
-    layers = max(len(networks), getattr(model.config.get_text_config(), "num_hidden_layers", 1))
+    layers, recorded_layers = layers_of(model.config), getattr(model.config, LAYERS, None)
+    if isinstance(recorded_layers, int) and len(networks) >= recorded_layers < layers:
+        found = f"num_hidden_layers is {layers}, of which {NETWORKS} has networks for {recorded_layers}"
+        raise ValueError(f"{found}; supported: no more layers, or replace_ffn of a larger model")
     for recorded, name in names_in(model, networks).items():
         present = model.get_submodule(name)
         if isinstance(present, FlashMHF | Fp8FlashMHF):  # a model within this one has the same configuration
@@ -41,7 +44,7 @@ def build(model: PreTrainedModel) -> None:
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{NETWORKS} has no FlashMHF for {recorded}: {error}") from error
         deviation = getattr(model.config, "initializer_range", INITIALIZER_RANGE)
-        network.reset_parameters(initializer_range=deviation, num_layers=layers)
+        network.reset_parameters(initializer_range=deviation, num_layers=max(len(networks), layers))
         network.placed = True
         mark_drawn(network)
         model.set_submodule(name, network)

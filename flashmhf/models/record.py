@@ -18,7 +18,7 @@ from ..quantize import LAYOUT, Fp8FlashMHF
 from ..quantize.modules import METHOD, own_method
 from .configuration import FlashMHFConfig
 
-NETWORKS = "flashmhf_networks"
+NETWORKS, LAYERS = "flashmhf_networks", "flashmhf_layers"  # entries of a configuration: what, and among how many
 _ARGUMENTS = inspect.signature(FlashMHF).parameters.keys() - {"bias", "device", "dtype", "q_norm", "q_norm_eps"}
 _TRANSPARENT = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # state dicts leave these names out
 
@@ -64,6 +64,7 @@ def record(model: PreTrainedModel) -> None:
     for config in (part.config for part in model.modules() if isinstance(part, PreTrainedModel)):
         # what is recorded of a part has other names, and may be no longer so
         config.__dict__.pop(NETWORKS, None)
+        config.__dict__.pop(LAYERS, None)
         if method_of(config) == METHOD:
             del config.quantization_config
         if METHOD in (fusions := dict(getattr(config, "fusion_config", None) or {})):
@@ -71,6 +72,7 @@ def record(model: PreTrainedModel) -> None:
             config.__dict__.update(fusion_config=fusions) if fusions else config.__dict__.pop("fusion_config")
     if networks:
         setattr(model.config, NETWORKS, networks)
+        setattr(model.config, LAYERS, layers_of(model.config))
     if fp8:
         model.config.quantization_config = {"quant_method": METHOD, "fp8": fp8, "layout": LAYOUT}
     if (networks or fp8) and not isinstance(model.config, FlashMHFConfig):  # whose model_type needs the import anyway
@@ -94,6 +96,10 @@ def models_in(module: nn.Module) -> list[PreTrainedModel]:
     models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
     inner = {part for model in models for part in model.modules() if part is not model}
     return [model for model in models if model not in inner]
+
+
+def layers_of(config: PreTrainedConfig) -> int:
+    return getattr(config.get_text_config(), "num_hidden_layers", None) or 1
 
 
 def method_of(config: PreTrainedConfig) -> str | None:

@@ -28,7 +28,7 @@ from flashmhf.testing import relative_l2  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.arange(9)[None]
-RECORDS = {"flashmhf_networks", "quantization_config", "fusion_config"}
+RECORDS = {"flashmhf_networks", "flashmhf_layers", "quantization_config", "fusion_config"}
 
 
 @pytest.fixture(autouse=True)
@@ -194,6 +194,11 @@ def test_a_configuration_of_fewer_networks_or_layers(tmp_path):
     replaced().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no model.layers.1.mlp, which its configuration records"):
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="num_hidden_layers is 3, of which flashmhf_networks has networks for 2; supp"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path, num_hidden_layers=3))
+    flashmhf.replace_ffn((partly := foreign()).model.layers[0], num_heads=2)
+    partly.config.num_hidden_layers = 3
+    assert not isinstance(AutoModelForCausalLM.from_config(partly.config).model.layers[2].mlp, flashmhf.FlashMHF)
 
 
 def test_weights_without_their_record_are_reported(tmp_path):
