@@ -300,6 +300,7 @@ def test_block_shapes_compile(capability, kernel, d_h, dtype, monkeypatch):
     check_row(capability, kernel, d_h, dtype, monkeypatch)
 
 
+@pytest.mark.gpu  # it needs none, but minutes; the rows above run everywhere
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel does not compile")

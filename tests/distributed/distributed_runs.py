@@ -571,7 +571,7 @@ def _process(rank: int, processes: int, folder: str, case: Callable, arguments: 
         torch.cuda.set_device(rank)
         torch.set_default_device(f"cuda:{rank}")
     with open(os.path.join(folder, f"error of {rank}"), "w", encoding="utf-8") as stream:
-        faulthandler.dump_traceback_later(100, exit=True, file=stream)  # a process that waits for ever says where
+        faulthandler.dump_traceback_later(200, exit=True, file=stream)  # a process that waits for ever says where
         try:
             store = f"file://{folder}/store"
             dist.init_process_group("nccl" if device == "cuda" else "gloo", store, rank=rank, world_size=processes)

@@ -299,32 +299,33 @@ def test_checkpoints_of_other_models_load_as_without_the_import(tmp_path):
 
 
 REFUSED = """
-import sys, transformers
-for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, transformers.AutoModel):
+import itertools, sys, transformers
+other, *replaced = sys.argv[1:]
+kinds = transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, transformers.AutoModel
+for kind, model in itertools.product(kinds, replaced):
     try:
-        kind.from_pretrained(sys.argv[1])
+        kind.from_pretrained(model)
     except ValueError as error:
         assert "Unknown fusion type: flashmhf" in str(error), error
     else:
-        raise SystemExit(f"{kind.__name__} loads it")
+        raise SystemExit(f"{kind.__name__} loads {model}")
 before = dict(vars(transformers.PreTrainedModel))
 import flashmhf.models
 after = vars(transformers.PreTrainedModel)
 assert {name for name in after if after[name] is not before.get(name)} == {"post_init", "save_pretrained"}
-assert "flashmhf" not in str(transformers.PreTrainedConfig.from_pretrained(sys.argv[2]))
-kind.from_pretrained(sys.argv[1])
+assert "flashmhf" not in str(transformers.PreTrainedConfig.from_pretrained(other))
+for model in replaced:
+    kind.from_pretrained(model)
 """
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_transformers_by_itself_refuses(fp8, tmp_path):
+def test_transformers_by_itself_refuses(tmp_path):
     """It would draw SwiGLU networks. The import changes two methods of transformers."""
-    model = replaced()
-    if fp8:
-        quantize.quantize_(model)
-    model.save_pretrained(tmp_path / "replaced")
-    foreign().save_pretrained(tmp_path / "other")
-    run_python("-c", REFUSED, tmp_path / "replaced", tmp_path / "other")
+    models = {"other": foreign(), "replaced": replaced(), "fp8": replaced()}
+    quantize.quantize_(models["fp8"])
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    run_python("-c", REFUSED, *(tmp_path / name for name in models))
 
 
 RENAMED = """
