@@ -28,8 +28,10 @@ def to_e4m3(x: Tensor) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
-def check_packed(k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
-    """Raise TypeError for wrong dtypes, ValueError for wrong shapes, strides and devices of packed weights."""
+def check_packed(k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, q: Tensor | None = None) -> None:
+    """Raise TypeError for wrong dtypes, ValueError for wrong shapes, strides and devices of packed weights, and of the
+    q that meets them, if there is one.
+    """
     checks.tensors(k8=k8, u8=u8, v8=v8, scales=scales)
     for name, tensor in (("k8", k8), ("u8", u8), ("v8", v8)):
         if tensor.dtype != E4M3:
@@ -46,3 +48,10 @@ def check_packed(k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor) -> None:
     for name, tensor in (("k8", k8), ("u8", u8), ("v8", v8), ("scales", scales)):
         checks.expect_device(name, tensor, k8, of="k8")
         checks.expect_contiguous(name, tensor)
+    if q is None:
+        return
+    checks.floating("q", q)
+    checks.expect_device("q", q, k8, of="k8")
+    if q.dim() < 2 or q.shape[-2] < 1 or q.shape[-2] % heads or q.shape[-1] != head_dim:
+        expected = f"H a multiple of H_kv = {heads} and d_h = {head_dim} from k8"
+        raise ValueError(f"q has shape {list(q.shape)}; expected [..., H, d_h] with {expected}")

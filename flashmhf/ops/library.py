@@ -69,7 +69,7 @@ def is_direct(*tensors: Tensor | None) -> bool:
     """Return whether a call may go past the dispatcher: nobody watches, and the tensors are PyTorch's own."""
     if not _OWN_TYPES.issuperset(map(type, tensors)):
         return False
-    return not (tensors[0].is_meta or torch.compiler.is_compiling() or torch_private.is_watched())
+    return not (tensors[0] is None or tensors[0].is_meta or torch.compiler.is_compiling() or torch_private.is_watched())
 
 
 def _composed(run: Callable[[C], R], describe: Callable[P, C]) -> Callable[P, R]:

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from .. import backends, checks, torch_private
 from ..backends import REFERENCE
-from ..backends.contract import Backend, Gate, Router, Settings
+from ..backends.contract import DEFAULTS, Gate, Router, Settings
+from ..backends.fp8_layout import check_packed
+from ..backends.hopper import fp8 as hopper_fp8
 from .library import cast, define, is_direct, register_vmap, widen
 
 Result = Tensor | tuple[Tensor, ...]
@@ -25,9 +27,7 @@ class Call(NamedTuple):
     """One call: the operands of a back end's ``forward``, or with ``grad_out`` of its ``backward``."""
 
     q: Tensor
-    k: Tensor
-    u: Tensor
-    v: Tensor
+    networks: tuple[Tensor, ...]  # k, u, v, or packed in FP8 k8, u8, v8, scales
     r: Gate
     backend: str
     settings: Settings
@@ -45,7 +45,7 @@ def _forward(
     backend: str = "auto", activation: str = "silu",
 ) -> Call:  # fmt: skip
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    return Call(q, k, u, v, r, backend, Settings(deterministic, _ALL, activation))
+    return Call(q, (k, u, v), r, backend, Settings(deterministic, _ALL, activation))
 
 
 def _gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, **how: Any) -> Call:
@@ -58,7 +58,7 @@ def _backward(
 ) -> Call:  # fmt: skip
     checks.tensors(grad_out=grad_out)  # None would stand for a forward
     tokens, weights = needs
-    return Call(q, k, u, v, r, backend, Settings(deterministic, (tokens, weights), activation), grad_out)
+    return Call(q, (k, u, v), r, backend, Settings(deterministic, (tokens, weights), activation), grad_out)
 
 
 def _gated_backward(
@@ -68,16 +68,32 @@ def _gated_backward(
     return _backward(grad_out, q, k, u, v, Router(w, eps), deterministic, **how)
 
 
+def _fp8_forward(
+    q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate = None, *, backend: str = "auto"
+) -> Call:
+    return Call(q, (k8, u8, v8, scales), r, backend, DEFAULTS)
+
+
+def _fp8_gated_forward(
+    q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float, *, backend: str = "auto"
+) -> Call:
+    return Call(q, (k8, u8, v8, scales), Router(w, eps), backend, DEFAULTS)
+
+
 # What they do
 
 
 def check(call: Call) -> None:
     """Raise for operands that do not belong together. The definition reads any strides, such as vmap's."""
-    q, k, u, v, r, backend, settings, grad_out = call
+    q, networks, r, backend, settings, grad_out = call
     contiguous = backend != REFERENCE
     checks.activation(settings.activation)
-    checks.operands(q, k, u, v, contiguous=contiguous)
-    checks.gate(q, k, r, contiguous=contiguous)
+    if len(networks) == 4:
+        checks.tensors(q=q)
+        check_packed(*networks, q)
+    else:
+        checks.operands(q, *networks, contiguous=contiguous)
+    checks.gate(q, networks[0], r, contiguous=contiguous)
     if grad_out is not None:  # of any strides
         checks.expect_like("grad_out", grad_out, q, q.shape, "q's shape")
 
@@ -87,12 +103,15 @@ def values(call: Call) -> Result:
 
     The hopper back end checks its operands in C++ and is asked first: Python explains what it refuses.
     """
-    q, k, _, _, r, backend, settings, _ = call
-    if backend == REFERENCE:
+    q, networks, r, backend, settings, _ = call
+    is_fp8 = len(networks) == 4
+    if backend == REFERENCE and not is_fp8:
         check(call)
         return _run(backends.reference, call)  # without the cache of select, which Dynamo would trace
     try:
-        back_end = backends.select(backend, q.device, q.dtype, k.shape[3], k.shape[2], settings.activation)
+        _, _, d_e, d_h = networks[0].shape
+        case = (backend, q.device, q.dtype, d_h, d_e)
+        back_end = backends.select_fp8(*case) if is_fp8 else backends.select(*case, settings.activation)
         checked = back_end is backends.hopper and not (isinstance(r, Router) and not 0 <= r.eps < math.inf)
         if not checked:
             check(call)
@@ -106,25 +125,28 @@ def values(call: Call) -> Result:
     return results.zero_() if isinstance(results, Tensor) else tuple(x.zero_() for x in results)
 
 
-def _run(back_end: Backend, call: Call) -> Result:
-    q, k, u, v, r, _, settings, grad_out = call
+def _run(back_end: Any, call: Call) -> Result:
+    q, networks, r, _, settings, grad_out = call
+    if len(networks) == 4:
+        return back_end.forward(q, *networks, r)
     if grad_out is None:
-        return back_end.forward(q, k, u, v, r, settings)
-    return back_end.backward(grad_out, q, k, u, v, r, settings)
+        return back_end.forward(q, *networks, r, settings)
+    return back_end.backward(grad_out, q, *networks, r, settings)
 
 
 def _in_graph(call: Call) -> Result | None:
     """Run the call on fake tensors by the hopper back end's operator, if that is its back end and reads q in place."""
-    q, k, u, v, r, backend, settings, _ = call
-    case = (backend, q.device, q.dtype, k.shape[3], k.shape[2], settings.activation)
-    if not backends.chooses_hopper(*case) or not backends.hopper.reads(q, r, k=k, u=u, v=v):
+    q, networks, r, backend, settings, _ = call
+    _, _, d_e, d_h = networks[0].shape
+    if not backends.chooses_hopper(backend, q.device, q.dtype, d_h, d_e, settings.activation):
         return None
-    return _run(backends.hopper, call)
+    back_end = hopper_fp8 if len(networks) == 4 else backends.hopper
+    return _run(back_end, call) if backends.hopper.reads(q, r, networks) else None
 
 
 def shapes(call: Call) -> Result:
     """Return uninitialised contiguous results; those that are not needed have no elements."""
-    q, k, u, v, r, _, settings, grad_out = call
+    q, networks, r, _, settings, grad_out = call
     tokens, weights = settings.needs
     if grad_out is None:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -133,7 +155,7 @@ def shapes(call: Call) -> Result:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device) if x is not None and needed else q.new_empty(0)
 
     of_gate = gradient(r.w, weights) if isinstance(r, Router) else gradient(r, tokens)
-    return gradient(q, tokens), *(gradient(x, weights) for x in (k, u, v)), of_gate
+    return gradient(q, tokens), *(gradient(x, weights) for x in networks), of_gate
 
 
 def _fake(call: Call) -> Result:
@@ -144,12 +166,12 @@ def _fake(call: Call) -> Result:
 
 def _dispatch(call: Call) -> Result:
     """Call the operator that ``call`` came from."""
-    q, k, u, v, r, backend, (deterministic, needs, activation), grad_out = call
+    q, networks, r, backend, (deterministic, needs, activation), grad_out = call
     ops = torch.ops.flashmhf
     if isinstance(r, Router):
-        operands, forward, backward = (q, k, u, v, *r), ops.gated_forward, ops.gated_backward
+        operands, forward, backward = (q, *networks, *r), ops.gated_forward, ops.gated_backward
     else:
-        operands, forward, backward = (q, k, u, v, r), ops.forward, ops.backward
+        operands, forward, backward = (q, *networks, r), ops.forward, ops.backward
     if grad_out is None:
         return forward.default(*operands, deterministic=deterministic, backend=backend, activation=activation)
     how = {"backend": backend, "needs": needs, "activation": activation}
@@ -186,8 +208,7 @@ class _FirstOrder(torch.autograd.Function):
         is_gated = eps is not None
         needs = of_q or (of_gate and not is_gated), of_k or of_u or of_v or (of_gate and is_gated)
         r, settings = Router(gate, eps) if is_gated else gate, Settings(deterministic, needs, activation)
-        call = Call(q, k, u, v, r, backend, settings, grad_out)
-        results = gradients(call)
+        results = gradients(Call(q, (k, u, v), r, backend, settings, grad_out))
         return None, None, *(grad if need else None for grad, need in zip(results, needed, strict=True)), None
 
 
@@ -200,8 +221,8 @@ def gradients(call: Call) -> Result:
 
 
 def _tensors(call: Call) -> tuple[Tensor | None, ...]:
-    q, k, u, v, r, _, _, grad_out = call
-    return q, k, u, v, r.w if isinstance(r, Router) else r, grad_out
+    q, networks, r, _, _, grad_out = call
+    return q, *networks, r.w if isinstance(r, Router) else r, grad_out
 
 
 def _above_autograd(call: Call) -> Result:
@@ -245,6 +266,12 @@ for _prefix, _gate, _of_gate, _describe, _describe_backward, _tokens in (
     define(f"{_prefix}backward", _signature, _describe_backward, *_RUN)
     register_vmap(f"{_prefix}forward", *_tokens)
     register_vmap(f"{_prefix}backward")
+_PACKED = "Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales"
+for _name, _gate, _describe in (
+    ("fp8_forward", "Tensor? r=None", _fp8_forward), ("fp8_gated_forward", "Tensor w, float eps", _fp8_gated_forward),
+):  # fmt: skip
+    _signature = f'({_PACKED}, {_gate}, *, str backend="auto") -> Tensor'
+    define(_name, _signature, _describe, values, _fake, _in_graph, casts="q")
 
 
 # What Python calls: the dispatcher's operators, or the definition without the dispatcher, as exporters want it
@@ -257,7 +284,7 @@ def _definition(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, activation:
         r = Router(widen(r.w, dtype), r.eps) if isinstance(r, Router) else widen(r, dtype)
         with torch.autocast(q.device.type, enabled=False):
             return _definition(q, k, u, v, r, activation)
-    return values(Call(q, k, u, v, r, REFERENCE, Settings(activation=activation)))
+    return values(Call(q, (k, u, v), r, REFERENCE, Settings(activation=activation)))
 
 
 def flash_mhf(

@@ -44,17 +44,12 @@ class _KeepsX(torch.autograd.Function):
             q = _query(*ends, q_norm_eps, k.shape[3])
         settings = Settings(how["deterministic"], (any(needed[:4]), any(needed[4:])), how["activation"])
         query = q if again else q.detach()
-        dq, *of_weights = gradients(Call(query, k, u, v, Router(w, eps), how["backend"], settings, grad_out))
+        dq, *of_weights = gradients(Call(query, (k, u, v), Router(w, eps), how["backend"], settings, grad_out))
         inputs = [end for end, need in zip(ends, needed, strict=False) if need]
         of_ends = iter(torch.autograd.grad(q, inputs, dq, create_graph=again) if inputs else ())
         results = [next(of_ends) if need else None for need in needed[:4]]
-        return (
-            None,
-            None,
-            None,
-            *results,
-            *(x if need else None for x, need in zip(of_weights, needed[4:], strict=True)),
-        )
+        results += [grad if need else None for grad, need in zip(of_weights, needed[4:], strict=True)]
+        return None, None, None, *results
 
 
 def heads(x: Tensor, weights: LayerWeights, backend: str, deterministic: bool | None, activation: str) -> Tensor:

@@ -6,7 +6,7 @@ import functools
 import json
 import pathlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -113,13 +113,13 @@ def _unreadable(x: Tensor) -> str | None:
     return None
 
 
-def check_layout(q: Tensor, r: Gate, **weights: Tensor) -> None:
+def check_layout(q: Tensor, r: Gate, networks: Sequence[Tensor]) -> None:
     """Raise ValueError that names a tensor which the kernels cannot read in place: q, R if ``r`` is one, a weight."""
     reason = _unreadable(q) if q.numel() else None
     if reason is not None:
         advice = "pass q.contiguous() or backend='triton'"
         raise ValueError(f"q cannot be read in place by the hopper back end: {reason}; {advice}")
-    for name, x in weights.items():
+    for name, x in zip(("k8", "u8", "v8") if len(networks) == 4 else "kuv", networks, strict=False):
         if not _is_aligned(x):
             supported = f"the hopper back end supports multiples of {TMA_ALIGNMENT} bytes"
             raise ValueError(f"{name} has storage offset {x.storage_offset()}; {supported}")
@@ -127,34 +127,34 @@ def check_layout(q: Tensor, r: Gate, **weights: Tensor) -> None:
         raise ValueError(f"r has stride {r.stride(-1)} in its last dimension; the hopper back end supports 1")
 
 
-def reads(q: Tensor, r: Gate, **weights: Tensor) -> bool:
+def reads(q: Tensor, r: Gate, networks: Sequence[Tensor]) -> bool:
     """Return whether :func:`check_layout` raises nothing for fakes; False if sizes are known at run time alone."""
     try:
-        check_layout(q, r, **weights)
+        check_layout(q, r, networks)
     except (ValueError, torch_private.find("torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode", ())):
         return False
     return True
 
 
-def call(op: Callable, operands: tuple, q: Tensor, r: Gate, **weights: Tensor) -> Any:
+def call(op: Callable, operands: tuple, q: Tensor, r: Gate, *networks: Tensor) -> Any:
     """Call a C++ operator, which checks its operands; name a tensor that it refused to read in place."""
     try:
         return op(*operands)
     except RuntimeError:
-        check_layout(q, r, **weights)
+        check_layout(q, r, networks)
         raise
 
 
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Tensor:
     ops = torch.ops.flashmhf_hopper
     op, gate = (ops.gated_forward, r) if isinstance(r, Router) else (ops.forward, (r,))
-    return call(op, (q, k, u, v, *gate, settings.deterministic), q, r, k=k, u=u, v=v)
+    return call(op, (q, k, u, v, *gate, settings.deterministic), q, r, k, u, v)
 
 
 def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Gradients:
     ops = torch.ops.flashmhf_hopper
     op, gate = (ops.gated_backward, r) if isinstance(r, Router) else (ops.backward, (r,))
-    return call(op, (grad_out, q, k, u, v, *gate, settings.deterministic, *settings.needs), q, r, k=k, u=u, v=v)
+    return call(op, (grad_out, q, k, u, v, *gate, settings.deterministic, *settings.needs), q, r, k, u, v)
 
 
 def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:

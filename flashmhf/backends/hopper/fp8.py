@@ -15,4 +15,4 @@ __all__ = ["forward", "layer", "why_not"]
 def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate) -> Tensor:
     gate = (None, *r) if isinstance(r, Router) else (r, None, 0.0)
     op = torch.ops.flashmhf_hopper.fp8_forward
-    return hopper.call(op, (q, k8, u8, v8, scales, *gate), q, r, k8=k8, u8=u8, v8=v8)
+    return hopper.call(op, (q, k8, u8, v8, scales, *gate), q, r, k8, u8, v8, scales)
