@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from numbers import Real
 from types import UnionType
 from typing import Any
@@ -22,6 +23,9 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+FLOATS = ", ".join(map(name_of, FLOAT_DTYPES))
 
 
 # Plain values
@@ -73,17 +77,21 @@ def epsilon(name: str, value: object) -> float:
     return float(value)
 
 
+def choice(name: str, value: object, supported: Iterable[str]) -> str:
+    """Return the value. Raises TypeError unless it is a string, ValueError unless it is one of those supported."""
+    if instance(name, value, str) not in supported:
+        raise ValueError(f"{name} is {value!r}; supported: {', '.join(map(repr, supported))}")
+    return value
+
+
 def activation(value: object) -> None:
-    if instance("activation", value, str) not in ACTIVATIONS:
-        raise ValueError(f"activation is {value!r}; supported: {', '.join(map(repr, ACTIVATIONS))}")
+    choice("activation", value, ACTIVATIONS)
 
 
 def weight_dtype(dtype: object) -> None:
     """Raise TypeError if ``dtype`` is neither None nor one that weights can have."""
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype or None, got {type(dtype).__name__}")
-    if dtype is not None and dtype not in FLOAT_DTYPES:
-        raise TypeError(f"dtype is {name_of(dtype)}; supported: {', '.join(map(name_of, FLOAT_DTYPES))}")
+    if instance("dtype", dtype, torch.dtype | None, "a torch.dtype or None") not in (None, *FLOAT_DTYPES):
+        raise TypeError(f"dtype is {name_of(dtype)}; supported: {FLOATS}")
 
 
 # Tensors
@@ -126,8 +134,8 @@ def expect_shape(name: str, tensor: Tensor, expected: tuple, meaning: str) -> No
 
 def expect_contiguous(name: str, tensor: Tensor) -> None:
     if not tensor.is_contiguous():
-        strides, shape = list(tensor.stride()), list(tensor.shape)
-        raise ValueError(f"{name} has strides {strides} for shape {shape}; it must be contiguous")
+        found = f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
+        raise ValueError(f"{name} has {found}; it must be contiguous")
 
 
 def expect_like(
@@ -141,7 +149,7 @@ def expect_like(
 
 def floating(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{name} has dtype {name_of(tensor.dtype)}; supported: {', '.join(map(name_of, FLOAT_DTYPES))}")
+        raise TypeError(f"{name} has dtype {name_of(tensor.dtype)}; supported: {FLOATS}")
 
 
 def weight_shape(k: Tensor, name: str = "k") -> None:
@@ -206,9 +214,8 @@ def projection(name: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> Non
 
 
 def head_norm(q_norm: Tensor | None, x: Tensor, heads: int, head_dim: int) -> None:
-    """Refuse all but a weight [H, d_h] of the heads' RMS normalisation, of any floating dtype."""
-    if q_norm is None:
-        return
-    floating("q_norm", q_norm)
-    expect_device("q_norm", q_norm, x, of="x")
-    expect_shape("q_norm", q_norm, (heads, head_dim), "[H, d_h]")
+    """Refuse all but a weight [H, d_h] of the heads' RMS normalisation, of any floating dtype, or None."""
+    if q_norm is not None:
+        floating("q_norm", q_norm)
+        expect_device("q_norm", q_norm, x, of="x")
+        expect_shape("q_norm", q_norm, (heads, head_dim), "[H, d_h]")

@@ -76,10 +76,8 @@ def below_autocast(device_type: str) -> AbstractContextManager:
 
 def never_compiled(function: Callable) -> Callable:
     """Keep Dynamo out of ``function``, as torch.optim does; torch.compiler.disable would import Dynamo at once."""
-    disable = find("torch._disable_dynamo")
-    if disable is not None:
-        return disable(function)
-    return functools.wraps(function)(lambda *args, **kwargs: torch.compiler.disable(function)(*args, **kwargs))
+    later = functools.wraps(function)(lambda *args, **kwargs: torch.compiler.disable(function)(*args, **kwargs))
+    return find("torch._disable_dynamo", lambda _: later)(function)
 
 
 def constant_in_graphs(method: Callable) -> Callable:
@@ -100,14 +98,12 @@ def autocasts(device_type: str) -> bool:
     return has_autocast and torch.is_autocast_enabled(device_type)
 
 
-_one: Callable[[], int] = lambda: 1  # noqa: E731
 transforms: Callable[[], bool] = find("torch._C._are_functorch_transforms_active", lambda: True)
-function_modes: Callable[[], int] = find("torch._C._len_torch_function_stack", _one)
+function_modes: Callable[[], int] = find("torch._C._len_torch_function_stack", lambda: 1)
 _mode_stack: Callable[[], list] | None = find("torch.overrides._get_current_function_mode_stack")
-_dispatch_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack", _one)
-is_profiled: Callable[[], bool] = find(
-    "torch._C._autograd._profiler_enabled", lambda: True
-)  # with the operators' names
+_dispatch_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack", lambda: 1)
+# by the operators' names
+is_profiled: Callable[[], bool] = find("torch._C._autograd._profiler_enabled", lambda: True)
 # of the vmap in which autograd takes batches of gradients; no question above sees it
 is_batched: Callable[[Tensor], bool] = find("torch._C._functorch.is_legacy_batchedtensor", lambda _: True)
 _is_differentiated: Callable[[Tensor], bool] | None = find("torch._C._functorch.is_gradtrackingtensor")
@@ -166,10 +162,8 @@ def has_tangent(*tensors: Tensor | None) -> bool:
 
 def decomposes_for_inductor(tracer: Any) -> bool:
     """Return whether ``tracer``, a ProxyTorchDispatchMode, decomposes operators as Inductor does, not torch.export."""
-    table = getattr(tracer, "decomposition_table", None)  # before torch 2.12 a global
-    if table is None:
-        table = find("torch.fx.experimental.proxy_tensor.CURRENT_DECOMPOSITION_TABLE")
-    if table is None:
+    before_2_12 = find("torch.fx.experimental.proxy_tensor.CURRENT_DECOMPOSITION_TABLE")
+    if (table := getattr(tracer, "decomposition_table", before_2_12)) is None:
         warn_lost("the C++ operators in compiled graphs", "a tracer has no table of decompositions")
         return False
     return any(getattr(rule, "__module__", None) == "torch._inductor.decomposition" for rule in table.values())

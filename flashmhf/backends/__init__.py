@@ -26,9 +26,7 @@ NAMES = ("auto", *BACKENDS, REFERENCE)
 
 def check_name(backend: object, *, names: tuple[str, ...] = NAMES) -> str:
     """Return the name. Raises TypeError if it is not a string and ValueError if it is not one of ``names``."""
-    if checks.instance("backend", backend, str) not in names:
-        raise ValueError(f"backend is {backend!r}; supported: {', '.join(map(repr, names))}")
-    return backend
+    return checks.choice("backend", backend, names)
 
 
 @functools.cache
@@ -73,11 +71,12 @@ def _warn_slow(device: torch.device, chosen: str, reasons: tuple[str, ...]) -> N
     if not reasons or device.type != "cuda" or torch.version.hip is not None:
         return
     if chosen == "eager":
-        found = f"this GPU gets the eager back end, plain PyTorch and slow: {'; '.join(reasons)}"
-        warnings.warn(f"flashmhf: {found}", stacklevel=2)
+        found = "this GPU gets the eager back end, plain PyTorch and slow"
     elif torch.cuda.get_device_capability(device) == hopper.CAPABILITY:
-        found = f"this Hopper GPU does not get the hopper back end: {'; '.join(reasons)}"
-        warnings.warn(f"flashmhf: {found}", stacklevel=2)
+        found = "this Hopper GPU does not get the hopper back end"
+    else:
+        return
+    warnings.warn(f"flashmhf: {found}: {'; '.join(reasons)}", stacklevel=2)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
-from ..checks import divisor, positive
+from ..checks import choice, divisor, positive
 from ..nn.flashmhf import default_num_heads, default_subnet_dim
 from ..nn.init import DEFAULT_INIT, INITS, OfficialInit
 from ..reference import ACTIVATIONS

@@ -62,9 +62,7 @@ class Scheme:
     official: OfficialInit = OfficialInit()
 
     def __post_init__(self) -> None:
-        checks.instance("init", self.init, str)
-        if self.init not in INITS:
-            raise ValueError(f"init is {self.init!r}; supported: {', '.join(map(repr, INITS))}")
+        checks.choice("init", self.init, INITS)
         checks.instance("official", self.official, OfficialInit, "an OfficialInit")
         epsilon("initializer_range", self.initializer_range)
         positive("num_layers", self.num_layers)

@@ -23,10 +23,9 @@ from .plain import are_plain, are_traced, define, stays_plain
 def check_input(x: Tensor, d_model: int) -> None:
     if type(x) is not Tensor or x.is_nested or x.layout != torch.strided:
         if isinstance(x, torch.fx.Proxy):
+            found = "x is a Proxy of torch.fx, whose tracer cannot look into this network"
             supported = "the network as a leaf (a torch.fx.Tracer whose is_leaf_module says so), or torch.export"
-            raise TypeError(
-                f"x is a Proxy of torch.fx, whose tracer cannot look into this network; supported: {supported}"
-            )
+            raise TypeError(f"{found}; supported: {supported}")
         checks.strided(x=x)
     if x.dtype not in checks.FLOAT_DTYPES:
         checks.floating("x", x)
@@ -54,6 +53,7 @@ def check_matches(x: Tensor, first: nn.Module | Tensor | None, name: str = "x") 
         raise TypeError(f"{name} has dtype {found}; supported: {supported}, the module's dtype; {advice}")
 
 
+@define
 class HeadRMSNorm(nn.Module):
     """Normalise [..., H, d_h] over d_h (RMS, in fp32) with a weight per head (official setting for 370M and 1.3B)."""
 
@@ -74,7 +74,6 @@ class HeadRMSNorm(nn.Module):
         return reference.normalise_heads(q, self.weight, self.eps)
 
 
-define(HeadRMSNorm)
 _PARTS = {"in_proj": nn.Linear, "out_proj": nn.Linear, "q_norm": HeadRMSNorm}
 
 
@@ -203,8 +202,8 @@ class RoutedHeads(Heads):
         return are_plain(self._modules, _PARTS)
 
     def extra_repr(self) -> str:
-        names = ["d_model", "num_heads", "num_subnets", "subnet_dim"]
-        names += ["num_kv_heads"] if self.num_kv_heads != self.num_heads else []
+        shares = ("num_kv_heads",) if self.num_kv_heads != self.num_heads else ()
+        names = ("d_model", "num_heads", "num_subnets", "subnet_dim", *shares)
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
 

@@ -34,7 +34,7 @@ _PATCHED_BEFORE = type(_LINEAR) is not BuiltinFunctionType or not all(
 
 
 def define(kind: type[nn.Module]) -> type[nn.Module]:
-    """Hold the methods of a part's class, before a program can change them."""
+    """Remember the methods of a part's class, before a program can change them."""
     _DEFINED[kind] = _methods(kind)
     return kind
 

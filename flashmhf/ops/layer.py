@@ -7,7 +7,8 @@ on that number, and CUDA graphs can capture it. Whether a module's call may run 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled
@@ -31,29 +32,20 @@ class Call(NamedTuple):
     activation: str = "silu"
 
 
-def _layer(
-    x: Tensor, in_w: Tensor, in_bias: Tensor | None, k: Tensor, u: Tensor, v: Tensor, w: Tensor | None, eps: float,
-    out_w: Tensor, out_bias: Tensor | None, q_norm: Tensor | None = None, q_norm_eps: float = 0.0, *,
-    backend: str = "auto", activation: str = "silu",
-) -> Call:  # fmt: skip
+def _describe(count: int, x: Tensor, in_w: Tensor, in_bias: Tensor | None, *operands: Any, **how: str) -> Call:
+    """Return the call of an operator whose heads' networks are ``count`` tensors, by the order of its signature."""
+    networks, (w, eps, out_w, out_bias, *norm) = operands[:count], operands[count:]
     ends = ProjectionWeights(in_w, in_bias), ProjectionWeights(out_w, out_bias)
-    return Call(x, LayerWeights(ends[0], (k, u, v), w, eps, ends[1], q_norm, q_norm_eps), backend, activation)
+    return Call(x, LayerWeights(ends[0], networks, w, eps, ends[1], *norm), **how)
 
 
-def _fp8_layer(
-    x: Tensor, in_w: Tensor, in_bias: Tensor | None, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor,
-    eps: float, out_w: Tensor, out_bias: Tensor | None, q_norm: Tensor | None = None, q_norm_eps: float = 0.0, *,
-    backend: str = "auto",
-) -> Call:  # fmt: skip
-    ends = ProjectionWeights(in_w, in_bias), ProjectionWeights(out_w, out_bias)
-    return Call(x, LayerWeights(ends[0], (k8, u8, v8, scales), w, eps, ends[1], q_norm, q_norm_eps), backend)
-
-
-def _check(x: Tensor, weights: LayerWeights) -> None:
+def _check(call: Call) -> None:
     """Raise for weights that do not belong together or to x; the operators of the heads' networks check the rest."""
+    x, weights, _, activation = call
     in_proj, networks, _, _, out_proj, q_norm, q_norm_eps = weights
     name = "k8" if len(networks) == 4 else "k"
     checks.tensors(x=x, in_w=in_proj.w, out_w=out_proj.w, **{name: networks[0]})
+    checks.activation(activation)
     checks.floating("x", x)
     checks.weight_shape(networks[0], name)
     kv_heads, _, _, head_dim = networks[0].shape
@@ -92,14 +84,12 @@ def _mix(q: Tensor, weights: LayerWeights, backend: str, activation: str) -> Ten
     heads = q.unflatten(-1, (-1, weights.networks[0].shape[3]))
     if weights.q_norm is not None:
         heads = reference.normalise_heads(heads, weights.q_norm, weights.q_norm_eps)
-    operands = (heads, *weights.networks, weights.router, weights.eps)
+    ops, operands, gate = torch.ops.flashmhf, (heads, *weights.networks), (weights.router, weights.eps)
     if len(weights.networks) == 4:
-        mixed = torch.ops.flashmhf.fp8_gated_forward(*operands, backend=backend)
-    elif weights.router is None:
-        mixed = torch.ops.flashmhf.forward(heads, *weights.networks, backend=backend, activation=activation)
-    else:
-        mixed = torch.ops.flashmhf.gated_forward(*operands, backend=backend, activation=activation)
-    return mixed.flatten(-2)
+        return ops.fp8_gated_forward(*operands, *gate, backend=backend).flatten(-2)
+    if weights.router is None:
+        return ops.forward(*operands, backend=backend, activation=activation).flatten(-2)
+    return ops.gated_forward(*operands, *gate, backend=backend, activation=activation).flatten(-2)
 
 
 def _by_parts(x: Tensor, weights: LayerWeights, backend: str, activation: str, out: Tensor | None = None) -> Tensor:
@@ -110,16 +100,21 @@ def _by_parts(x: Tensor, weights: LayerWeights, backend: str, activation: str, o
 
 
 def values(call: Call) -> Tensor:
-    """Return the layer's result: what both operators run on every device."""
+    """Return the layer's result: what both operators run on every device. The back end is asked first."""
     x, weights, backend, activation = call
-    if weights.networks[0].dim() == 4 and 0 <= weights.eps < math.inf:
-        _, _, d_e, d_h = weights.networks[0].shape
-        case = (backend, x.device, x.dtype, d_h, d_e)
-        chosen = backends.select_fp8(*case) if len(weights.networks) == 4 else backends.select(*case, activation)
-        y = chosen.layer(x, weights)
-        if y is not None:
-            return y
-    _check(x, weights)
+    networks, most = weights.networks, math.inf
+    try:
+        if networks[0].dim() == 4 and 0 <= weights.eps < most and 0 <= weights.q_norm_eps < most:
+            _, _, d_e, d_h = networks[0].shape
+            case = (backend, x.device, x.dtype, d_h, d_e)
+            chosen = backends.select_fp8(*case) if len(networks) == 4 else backends.select(*case, activation)
+            y = chosen.layer(x, weights)
+            if y is not None:
+                return y
+    except Exception:
+        _check(call)
+        raise
+    _check(call)
     weights = _contiguous(weights)
     if x.shape[:-1].numel() > CHUNK_TOKENS:
         return _by_chunks(x, weights, backend, activation)
@@ -136,17 +131,9 @@ def _by_chunks(x: Tensor, weights: LayerWeights, backend: str, activation: str) 
     return out
 
 
-def _checked_values(call: Call) -> Tensor:
-    """Check what :func:`values` reads before the back end's operator checks the rest."""
-    checks.tensors(x=call.x, in_w=call.weights.in_proj.w, out_w=call.weights.out_proj.w)
-    checks.not_negative("q_norm_eps", call.weights.q_norm_eps)
-    checks.activation(call.activation)
-    return values(call)
-
-
 def _fake(call: Call) -> Tensor:
     x, weights, backend, activation = call
-    _check(x, weights)
+    _check(call)
     _mix(x.new_empty((*x.shape[:-1], weights.in_proj.w.shape[0])), _contiguous(weights), backend, activation)
     return x.new_empty((*x.shape[:-1], weights.out_proj.w.shape[0]))
 
@@ -164,8 +151,8 @@ _TAIL = 'Tensor? q_norm=None, float q_norm_eps=0.0, *, str backend="auto"'
 _ENDS = ("x", "in_w", "in_bias", "out_w", "out_bias")
 _PLAIN = f'({_BEFORE}, Tensor k, Tensor u, Tensor v, Tensor? w, {_AFTER}, {_TAIL}, str activation="silu") -> Tensor'
 _FP8 = f"({_BEFORE}, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w, {_AFTER}, {_TAIL}) -> Tensor"
-define("layer", _PLAIN, _layer, _checked_values, _fake, _in_graph, casts=(*_ENDS, *"kuv"))
-define("fp8_layer", _FP8, _fp8_layer, _checked_values, _fake, _in_graph, casts=_ENDS)
+define("layer", _PLAIN, partial(_describe, 3), values, _fake, _in_graph, casts=(*_ENDS, *"kuv"))
+define("fp8_layer", _FP8, partial(_describe, 4), values, _fake, _in_graph, casts=_ENDS)
 register_vmap("layer", 0)
 register_vmap("fp8_layer", 0)
 _LAYER, _FP8_LAYER = torch.ops.flashmhf.layer, torch.ops.flashmhf.fp8_layer

@@ -17,8 +17,7 @@ from ..nn.weights import check_held, check_not_compiled, hooks_of
 from .packing import LAYOUT, PackedWeights, check_layout, pack_fp8
 
 METHOD = "flashmhf"  # quant_method in the configuration of a transformers model
-_KEPT = ("d_model", "num_heads", "head_dim", "num_kv_heads", "num_subnets", "subnet_dim")
-_KEPT += ("router_eps", "activation", "backend", "deterministic", "placed")
+_STATE = ("k", "u", "v", "router", "in_proj", "out_proj", "q_norm")
 
 
 def own_method(network: nn.Module) -> str | None:
@@ -36,6 +35,7 @@ class Fp8FlashMHF(FixedDtypes, Contiguous, RoutedHeads):
     NotImplementedError if x requires a gradient and gradients are enabled.
     """
 
+    placed = False  # as of a FlashMHF
     TENSORS = ("k8", "u8", "v8", "scales", "router")
     fixed = ("k8", "u8", "v8", "scales", "layout")
     SHARDED: ClassVar[dict[str, int]] = FlashMHF.SHARDED | {"k8": 0, "u8": 0, "v8": 0, "scales": 1}
@@ -72,16 +72,14 @@ class Fp8FlashMHF(FixedDtypes, Contiguous, RoutedHeads):
         super().__init__()
         own = vars(self).keys() | {"scheme", "_drawn_projections", "forward"}
         self.__dict__ |= {name: value for name, value in vars(network).items() if name not in own}
-        for name in _KEPT:
-            setattr(self, name, getattr(network, name))
         packed = pack_fp8(*(weight.detach() for weight in network._networks()))
         for name, tensor in zip(self.fixed, packed.tensors, strict=False):
             self.register_buffer(name, tensor)
         self.register_buffer("layout", torch.tensor([LAYOUT], dtype=torch.uint8, device=packed.k8.device))
         self.register_buffer("router", network.router.detach().clone(memory_format=torch.contiguous_format))
         for name in ("in_proj", "out_proj", "q_norm"):
-            module = getattr(network, name)
-            setattr(self, name, module if module is None else copy.deepcopy(module).requires_grad_(False))
+            module = copy.deepcopy(getattr(network, name))
+            setattr(self, name, None if module is None else module.requires_grad_(False))
 
     @property
     def packed(self) -> PackedWeights:

@@ -93,7 +93,7 @@ def unpack(packed: PackedWeights, dtype: torch.dtype = torch.float32) -> tuple[T
     k8, u8, v8, scales = operands(packed)
     check_packed(k8, u8, v8, scales)
     if dtype not in checks.FLOAT_DTYPES:
-        raise TypeError(f"dtype is {dtype}; supported: {', '.join(map(checks.name_of, checks.FLOAT_DTYPES))}")
+        raise TypeError(f"dtype is {dtype}; supported: {checks.FLOATS}")
     over_heads, over_inter = (permutation(size, k8.device).argsort() for size in (k8.shape[3], k8.shape[2]))
     plain = k8.float()[..., over_heads], u8.float()[..., over_heads], v8.float()[..., over_inter].transpose(2, 3)
     k, u, v = ((w * s[..., None, None]).to(dtype).contiguous() for w, s in zip(plain, scales, strict=True))

@@ -97,25 +97,20 @@ def _is_aligned(x: Tensor) -> bool:
     return torch_private.address(x) % TMA_ALIGNMENT == 0
 
 
-def _unreadable(x: Tensor) -> str | None:
-    """Return why the kernels cannot read x [..., H, d_h] in place through a tensor map, or None if they can."""
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        return f"the last dimension has stride {x.stride(-1)}; supported: 1"
-    axes = collapse(x)
-    if len(axes) > 2:
-        where = f"the leading dimensions of shape {list(x.shape)} and strides {list(x.stride())}"
-        return f"{where} do not collapse to one or two token strides"
-    strides = [stride for _, stride in axes] + ([x.stride(-2)] if x.shape[-2] > 1 else [])
-    size = x.element_size()
-    if not _is_aligned(x) or any(stride * size % TMA_ALIGNMENT or stride <= 0 for stride in strides):
-        found = f"the strides {list(x.stride())} or the storage offset {x.storage_offset()}"
-        return f"{found} are not positive multiples of {TMA_ALIGNMENT} bytes ({TMA_ALIGNMENT // size} elements)"
-    return None
-
-
 def check_layout(q: Tensor, r: Gate, networks: Sequence[Tensor]) -> None:
     """Raise ValueError that names a tensor which the kernels cannot read in place: q, R if ``r`` is one, a weight."""
-    reason = _unreadable(q) if q.numel() else None
+    axes, size, reason = collapse(q), q.element_size(), None
+    strides = [stride for _, stride in axes] + ([q.stride(-2)] if q.shape[-2] > 1 else [])
+    if not q.numel():
+        pass
+    elif q.shape[-1] > 1 and q.stride(-1) != 1:
+        reason = f"the last dimension has stride {q.stride(-1)}; supported: 1"
+    elif len(axes) > 2:
+        found = f"the leading dimensions of shape {list(q.shape)} and strides {list(q.stride())}"
+        reason = f"{found} do not collapse to one or two token strides"
+    elif not _is_aligned(q) or any(stride * size % TMA_ALIGNMENT or stride <= 0 for stride in strides):
+        found = f"the strides {list(q.stride())} or the storage offset {q.storage_offset()}"
+        reason = f"{found} are not positive multiples of {TMA_ALIGNMENT} bytes ({TMA_ALIGNMENT // size} elements)"
     if reason is not None:
         advice = "pass q.contiguous() or backend='triton'"
         raise ValueError(f"q cannot be read in place by the hopper back end: {reason}; {advice}")
