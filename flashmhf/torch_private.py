@@ -44,18 +44,17 @@ def register(feature: str, registration: Callable[[], object]) -> None:
 
 # Dispatch keys
 
-_KEY, _KEY_SET = find("torch._C.DispatchKey"), find("torch._C.DispatchKeySet")
 _DEVICES = {"cpu": "CPU", "cuda": "CUDA", "hpu": "HPU", "mps": "MPS", "xpu": "XPU"}
 _DEVICES[find("torch._C._get_privateuse1_backend_name", lambda: "privateuseone")()] = "PrivateUse1"
-AUTOCAST_KEYS = {kind: f"Autocast{name}" for kind, name in _DEVICES.items() if hasattr(_KEY, f"Autocast{name}")}
+AUTOCAST_KEYS = {kind: f"Autocast{name}" for kind, name in _DEVICES.items()}
 """The dispatch keys of autocast by device type."""
 
 
 def _excluding(*keys: str) -> Callable[[], AbstractContextManager] | None:
     guard = find("torch._C._ExcludeDispatchKeyGuard")
-    if guard is None or _KEY_SET is None or not keys:
+    if guard is None:
         return None
-    excluded = functools.reduce(operator.or_, (_KEY_SET(getattr(_KEY, key)) for key in keys))
+    excluded = functools.reduce(operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, k)) for k in keys))
     return lambda: guard(excluded)
 
 
@@ -106,7 +105,8 @@ _dispatch_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack", 
 is_profiled: Callable[[], bool] = find("torch._C._autograd._profiler_enabled", lambda: True)
 # of the vmap in which autograd takes batches of gradients; no question above sees it
 is_batched: Callable[[Tensor], bool] = find("torch._C._functorch.is_legacy_batchedtensor", lambda _: True)
-_is_differentiated: Callable[[Tensor], bool] | None = find("torch._C._functorch.is_gradtrackingtensor")
+# without the name torch.vmap is refused, too
+_is_differentiated: Callable[[Tensor], bool] = find("torch._C._functorch.is_gradtrackingtensor", lambda _: True)
 
 
 def has_function_mode() -> bool:
@@ -139,11 +139,7 @@ def has_global_hooks() -> bool:
 
 def differentiated_by_functorch(*tensors: Tensor | None) -> bool:
     """Return whether a torch.func transform that differentiates (grad, vjp, jvp, hessian) wraps one of ``tensors``."""
-    if not transforms():
-        return False
-    if _is_differentiated is None:
-        return True  # or torch.vmap, which then is refused, too
-    return any(isinstance(x, Tensor) and _is_differentiated(x) for x in tensors)
+    return transforms() and any(isinstance(x, Tensor) and _is_differentiated(x) for x in tensors)
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:

@@ -112,10 +112,10 @@ class ParametricKV(MultiHead):
         """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
         check_input(x, self.d_model)
         q = self.split_heads(x)
-        q = q.flatten(0, -3) if q.dim() > 2 else q.unsqueeze(0)
+        by_head = q.unsqueeze(0).flatten(0, -3).transpose(0, 1)
         k, v = (weight.unsqueeze(0).to(q.dtype) for weight in (self.k, self.v))
-        mixed = nn.functional.scaled_dot_product_attention(q.transpose(0, 1).unsqueeze(0), k, v)
-        return self.out_proj(mixed.squeeze(0).transpose(0, 1).reshape(*x.shape[:-1], q.shape[1] * q.shape[2]))
+        attended = nn.functional.scaled_dot_product_attention(by_head.unsqueeze(0), k, v)
+        return self.join_heads(attended.squeeze(0).transpose(0, 1).reshape(q.shape))
 
 
 class DenseMoE(Network):

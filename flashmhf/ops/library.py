@@ -84,9 +84,9 @@ def _without_gradients(name: str, op: Callable[..., Tensor]) -> Callable[..., Te
     """Refuse inputs that require a gradient or are transformed by torch.func."""
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-        if differentiated or torch_private.differentiated_by_functorch(*given) or torch_private.has_tangent(*given):
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if differentiated or torch_private.differentiated_by_functorch(*tensors) or torch_private.has_tangent(*tensors):
             raise NotImplementedError(f"{name}: an input requires a gradient; supported: inference, torch.no_grad()")
         with torch_private.below_autograd():
             return op(*args, **kwargs)
@@ -137,10 +137,8 @@ def _leading_batch(x: Tensor | None, dim: int | None, size: int) -> Tensor | Non
     """Return the batch as the first dimension, copied where tokens would lie at more strides than is read in place."""
     if x is None:
         return None
-    if dim is None:
-        return x.expand(size, *x.shape).contiguous()
-    x = x.movedim(dim, 0)
-    return x if len(collapse(x)) <= 2 else x.contiguous()
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x if dim is not None and len(collapse(x)) <= 2 else x.contiguous()
 
 
 def _one_by_one(
