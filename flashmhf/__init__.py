@@ -4,7 +4,7 @@ from . import distributed, flops, quantize, reference  # noqa: F401  (distribute
 from .backends import info
 from .nn import MHFFN, DenseMoE, FlashMHF, Muon, ParametricKV, SwiGLU, convert, param_groups
 from .ops.gate import gate
-from .ops.mix import flash_mhf
+from .ops.networks import flash_mhf
 from .swap import replace_ffn
 from .version import __version__ as __version__
 

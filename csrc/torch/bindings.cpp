@@ -1,4 +1,4 @@
-// Registrations of flashmhf_hopper::*, and nothing else. The schemas of flashmhf::* live in flashmhf/ops (mix.py, fp8.py, layer.py).
+// Registrations of flashmhf_hopper::*, and nothing else. The schemas of flashmhf::* live in flashmhf/ops (networks.py, layer.py).
 #include <string>
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-"""``backend="reference"``: the definition, materialised, as a back end, which ``ops.mix`` calls above autograd."""
+"""``backend="reference"``: the definition, materialised, as a back end, which ``ops.networks`` calls above autograd."""
 
 from __future__ import annotations
 

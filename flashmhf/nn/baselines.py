@@ -12,7 +12,7 @@ from .. import reference
 from ..backends import NAMES, check_name
 from ..checks import epsilon, flag, instance, positive
 from ..ops.gate import gate
-from ..ops.mix import flash_mhf
+from ..ops.networks import flash_mhf
 from .init import SWIGLU_VARIANCE, Scheme
 from .multihead import GroupedHeads, MultiHead, check_input, check_matches
 from .network import Network
@@ -47,9 +47,9 @@ class MHFFN(GroupedHeads):
     def forward(self, x: Tensor) -> Tensor:
         """Return the network's result [..., d_model] for x [..., d_model], in x's dtype or autocast's."""
         check_input(x, self.d_model)
-        return self.join_heads(self._mix(self.query(x)))
+        return self.join_heads(self._run_networks(self.query(x)))
 
-    def _mix(self, q: Tensor) -> Tensor:
+    def _run_networks(self, q: Tensor) -> Tensor:
         k, u, v = (weight.contiguous().unsqueeze(1) for weight in (self.k, self.u, self.v))
         if self.backend == "naive":
             return reference.forward(q, k, u, v, activation=self.activation)

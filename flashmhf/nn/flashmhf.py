@@ -12,7 +12,7 @@ from ..backends import REFERENCE, check_name
 from ..checks import epsilon, flag, instance, positive
 from ..ops import recompute
 from ..ops.library import cast
-from ..ops.mix import gated_flash_mhf
+from ..ops.networks import gated_flash_mhf
 from ..torch_private import is_watched
 from .multihead import GroupedHeads, RoutedHeads, check_matches
 
@@ -103,14 +103,14 @@ class FlashMHF(RoutedHeads, GroupedHeads):
         if is_dynamo_compiling() and self._is_plain():
             if is_autocast_enabled(x.device.type):
                 x = cast(x, get_autocast_dtype(x.device.type))  # what is kept, as in_proj alone would keep it
-            return self._mix(checkpoint(self.query, x, use_reentrant=False))
+            return self._run_networks(checkpoint(self.query, x, use_reentrant=False))
         weights = None if is_compiling() or is_watched() else self._plain_weights()
         if weights is None:
             return super()._heads(x)
         check_matches(x, self.in_proj)
         return recompute.heads(x, weights, self.backend, self.deterministic, self.activation)
 
-    def _mix(self, q: Tensor) -> Tensor:
+    def _run_networks(self, q: Tensor) -> Tensor:
         how = {"deterministic": self.deterministic, "backend": self.backend, "activation": self.activation}
         return gated_flash_mhf(q, *self._networks(), self.router.contiguous(), self.router_eps, **how)
 

@@ -116,13 +116,13 @@ class Heads(nn.Module):
         """Return Q [..., H, d_h], which meets the heads' networks, for x [..., d_model]."""
         return self.normalise(self.split_heads(x))
 
-    def join_heads(self, mixed: Tensor) -> Tensor:
+    def join_heads(self, summed: Tensor) -> Tensor:
         """Return concat_H(S) W_out [..., d_model] for S [..., H, d_h]."""
-        mixed = mixed.flatten(-2)
+        summed = summed.flatten(-2)
         if self.out_proj is None:
-            return mixed
-        check_matches(mixed, self.out_proj, "the input of out_proj")
-        return self.out_proj(mixed)
+            return summed
+        check_matches(summed, self.out_proj, "the input of out_proj")
+        return self.out_proj(summed)
 
 
 class RoutedHeads(Heads):
@@ -132,7 +132,7 @@ class RoutedHeads(Heads):
 
     TENSORS: ClassVar[tuple[str, ...]]  # of the heads' networks, then of the router
     METHODS: ClassVar[tuple[str, ...]] = (
-        "_heads", "query", "split_heads", "normalise", "_mix", "_networks", "join_heads",
+        "_heads", "query", "split_heads", "normalise", "_run_networks", "_networks", "join_heads",
     )  # fmt: skip
     _DEFINED: ClassVar[tuple[object, ...]]
     router_eps = constant("router_eps")
@@ -148,7 +148,7 @@ class RoutedHeads(Heads):
         """Return the tensors of the heads' networks, [H_kv, E, ...]."""
         raise NotImplementedError
 
-    def _mix(self, q: Tensor) -> Tensor:
+    def _run_networks(self, q: Tensor) -> Tensor:
         """Return S for Q, both [..., H, d_h]. The caller keeps no Q: without gradients it is freed before out_proj."""
         raise NotImplementedError
 
@@ -166,7 +166,7 @@ class RoutedHeads(Heads):
 
     def _heads(self, x: Tensor) -> Tensor:
         """Return S [..., H, d_h] for x [..., d_model]."""
-        return self._mix(self.query(x))
+        return self._run_networks(self.query(x))
 
     def _plain_weights(self) -> LayerWeights | None:
         """Return the weights if the module and its parts compute what their classes say, else None."""

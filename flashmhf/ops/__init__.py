@@ -1,6 +1,6 @@
 """The operators ``torch.ops.flashmhf.*`` and the functions in front of them."""
 
 from . import layer  # noqa: F401  (which registers its own)
-from .mix import flash_mhf, gated_flash_mhf
+from .networks import flash_mhf, gated_flash_mhf
 
 __all__ = ["flash_mhf", "gated_flash_mhf"]

@@ -79,7 +79,7 @@ def _project(x: Tensor, projection: ProjectionWeights, out: Tensor | None = None
     return torch.mm(x, w.t(), out=out) if bias is None else torch.addmm(bias, x, w.t(), out=out)
 
 
-def _mix(q: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
+def _run_networks(q: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
     """Return S for Q, both [..., H d_h]."""
     heads = q.unflatten(-1, (-1, weights.networks[0].shape[3]))
     if weights.q_norm is not None:
@@ -95,8 +95,8 @@ def _mix(q: Tensor, weights: LayerWeights, backend: str, activation: str) -> Ten
 def _by_parts(x: Tensor, weights: LayerWeights, backend: str, activation: str, out: Tensor | None = None) -> Tensor:
     """Run the layer by its parts. ``out`` [T, d_model] takes the result and, where it is as wide, Q before it."""
     q_out = out if out is not None and out.shape[1] == weights.in_proj.w.shape[0] else None
-    mixed = _mix(_project(x, weights.in_proj, q_out), weights, backend, activation)
-    return _project(mixed, weights.out_proj, out)
+    summed = _run_networks(_project(x, weights.in_proj, q_out), weights, backend, activation)
+    return _project(summed, weights.out_proj, out)
 
 
 def values(call: Call) -> Tensor:
@@ -134,7 +134,7 @@ def _by_chunks(x: Tensor, weights: LayerWeights, backend: str, activation: str) 
 def _fake(call: Call) -> Tensor:
     x, weights, backend, activation = call
     _check(call)
-    _mix(x.new_empty((*x.shape[:-1], weights.in_proj.w.shape[0])), _contiguous(weights), backend, activation)
+    _run_networks(x.new_empty((*x.shape[:-1], weights.in_proj.w.shape[0])), _contiguous(weights), backend, activation)
     return x.new_empty((*x.shape[:-1], weights.out_proj.w.shape[0]))
 
 

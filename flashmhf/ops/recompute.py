@@ -11,7 +11,7 @@ from torch.nn import functional
 from .. import reference, torch_private
 from ..backends.contract import LayerWeights, Router, Settings
 from .library import cast, widen
-from .mix import Call, gated_flash_mhf, gradients
+from .networks import Call, gated_flash_mhf, gradients
 
 
 def _query(

@@ -88,7 +88,7 @@ class Fp8FlashMHF(FixedDtypes, Contiguous, RoutedHeads):
     def _networks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return tuple(tensor.contiguous() for tensor in self.packed.tensors)
 
-    def _mix(self, q: Tensor) -> Tensor:  # by an operator that refuses a q which requires a gradient
+    def _run_networks(self, q: Tensor) -> Tensor:  # by an operator that refuses a q which requires a gradient
         gate = (self.router.contiguous(), self.router_eps)
         return torch.ops.flashmhf.fp8_gated_forward(q, *self._networks(), *gate, backend=self.backend)
 

@@ -119,7 +119,7 @@ def test_the_operator_checks_by_itself(needs_hopper, change, message):
 
 
 def plain(module, x):
-    return module.out_proj(module._mix(module.query(x)).flatten(-2))
+    return module.out_proj(module._run_networks(module.query(x)).flatten(-2))
 
 
 @pytest.fixture

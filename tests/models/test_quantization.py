@@ -383,8 +383,8 @@ UNRECORDED = {  # what is done to a model, and the error
      "model.layers.1.mlp has out_proj.bias, which is not recorded"),
     "compiled": (lambda model: put(model, torch.compile(mlp(model), backend="eager")),
      "model.layers.1.mlp._orig_mod is compiled.*supported: compiled by .compile()"),
-    "a method of its own": (lambda model: setattr(mlp(model), "_mix", lambda q: q / 2),
-     "model.layers.1.mlp is a FlashMHF with a _mix of its own, which is not recorded"),
+    "a method of its own": (lambda model: setattr(mlp(model), "_run_networks", lambda q: q / 2),
+     "model.layers.1.mlp is a FlashMHF with a _run_networks of its own, which is not recorded"),
     "quantised otherwise": (lambda model: (quantize.quantize_(model), quantised_by_torchao(model)),
      "LlamaForCausalLM is quantised by 'torchao'; supported: no other method"),
 }  # fmt: skip

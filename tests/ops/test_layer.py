@@ -49,7 +49,7 @@ either = pytest.mark.parametrize("make", [make, make_fp8])
 
 
 def by_parts(module: nn.Module, x: Tensor) -> Tensor:
-    return module.join_heads(module._mix(module.query(x)))
+    return module.join_heads(module._run_networks(module.query(x)))
 
 
 def tokens_of(module: nn.Module, *leading: int) -> Tensor:
@@ -108,8 +108,8 @@ def patched(owner: object, name: str):
 
 
 class OtherMix(flashmhf.FlashMHF):
-    def _mix(self, q: Tensor) -> Tensor:
-        return 2 * super()._mix(q)
+    def _run_networks(self, q: Tensor) -> Tensor:
+        return 2 * super()._run_networks(q)
 
 
 CHANGED: dict[str, Callable[[nn.Module], object]] = {
@@ -120,7 +120,7 @@ CHANGED: dict[str, Callable[[nn.Module], object]] = {
     "subclassed projection": lambda m: setattr(m.in_proj, "__class__", doubled(type(m.in_proj))),
     "replaced q_norm": lambda m: setattr(m, "q_norm", nn.Identity()),
     "patched projection": lambda m: setattr(m.in_proj, "forward", lambda x: 2 * x),
-    "patched part": lambda m: setattr(m, "_mix", lambda q: 2 * q),
+    "patched part": lambda m: setattr(m, "_run_networks", lambda q: 2 * q),
     "part of a subclass": lambda m: setattr(m, "__class__", OtherMix),
     "spectral_norm": lambda m: parametrizations.spectral_norm(m.eval().in_proj),
     "old spectral_norm": lambda m: nn.utils.spectral_norm(m.eval().out_proj),

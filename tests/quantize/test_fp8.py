@@ -146,7 +146,7 @@ def test_weights_that_are_not_finite_leave_the_outputs_finite_that_the_definitio
 def test_what_a_subclass_computes_is_not_lost():
     with pytest.raises(NotImplementedError, match="network is a Doubled with a forward of its own"):
         quantize.quantize_(nn.Sequential(doubled(flashmhf.FlashMHF)(128, 2, 3, 32)))
-    for name in ("split_heads", "normalise", "_mix", "join_heads"):
+    for name in ("split_heads", "normalise", "_run_networks", "join_heads"):
         kind = type("Halved", (flashmhf.FlashMHF,), {name: lambda self, x: x / 2})
         with pytest.raises(NotImplementedError, match=f"network is a Halved with a {name} of its own"):
             quantize.to_fp8(kind(128, 2, 3, 32))
@@ -398,7 +398,7 @@ def test_the_module_is_one_operator_of_the_library(needs_hopper, monkeypatch, to
     with torch.no_grad():
         actual = served(x)
         assert len(calls) == 1 and calls[0] is actual
-        assert relative_l2(served.join_heads(served._mix(served.query(x))), actual.double()) < 4e-2
+        assert relative_l2(served.join_heads(served._run_networks(served.query(x))), actual.double()) < 4e-2
         compiled = torch.compile(served, fullgraph=True, dynamic=True, backend="aot_eager")
         assert torch.equal(compiled(x), actual) and torch.equal(compiled(x[:1]), served(x[:1]))
         assert len(calls) == 4
