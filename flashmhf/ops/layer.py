@@ -102,9 +102,9 @@ def _by_parts(x: Tensor, weights: LayerWeights, backend: str, activation: str, o
 def values(call: Call) -> Tensor:
     """Return the layer's result: what both operators run on every device. The back end is asked first."""
     x, weights, backend, activation = call
-    networks, most = weights.networks, math.inf
+    networks = weights.networks
     try:
-        if networks[0].dim() == 4 and 0 <= weights.eps < most and 0 <= weights.q_norm_eps < most:
+        if networks[0].dim() == 4 and 0 <= weights.eps < math.inf and 0 <= weights.q_norm_eps < math.inf:
             _, _, d_e, d_h = networks[0].shape
             case = (backend, x.device, x.dtype, d_h, d_e)
             chosen = backends.select_fp8(*case) if len(networks) == 4 else backends.select(*case, activation)

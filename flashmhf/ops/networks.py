@@ -68,16 +68,14 @@ def _gated_backward(
     return _backward(grad_out, q, k, u, v, Router(w, eps), deterministic, **how)
 
 
-def _fp8_forward(
-    q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Gate = None, *, backend: str = "auto"
-) -> Call:
-    return Call(q, (k8, u8, v8, scales), r, backend, DEFAULTS)
+def _fp8_forward(q: Tensor, *operands: Any, backend: str = "auto") -> Call:
+    *packed, r = operands if len(operands) == 5 else (*operands, None)  # of which the dispatcher leaves out the None
+    return Call(q, tuple(packed), r, backend, DEFAULTS)
 
 
-def _fp8_gated_forward(
-    q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, w: Tensor, eps: float, *, backend: str = "auto"
-) -> Call:
-    return Call(q, (k8, u8, v8, scales), Router(w, eps), backend, DEFAULTS)
+def _fp8_gated_forward(q: Tensor, *operands: Any, backend: str = "auto") -> Call:
+    *packed, w, eps = operands
+    return Call(q, tuple(packed), Router(w, eps), backend, DEFAULTS)
 
 
 # What they do
@@ -181,7 +179,7 @@ def _dispatch(call: Call) -> Result:
 # Autograd: the inputs are all that is saved; first derivatives in reverse mode only. The definition runs above it
 
 _UNSUPPORTED_DERIVATIVE = (
-    "flashmhf has first derivatives in reverse mode only (backward, torch.autograd.grad): {what} is not supported. "
+    "flashmhf has first derivatives in reverse mode only (backward, torch.autograd.grad): {way} is not supported. "
     'backend="reference" computes the same from operations that PyTorch differentiates and transforms in every way'
 )
 
@@ -201,7 +199,7 @@ class _FirstOrder(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, *more: Tensor) -> tuple[Tensor | None, ...]:
         q, k, u, v, gate, of_backward = ctx.saved_tensors
         if of_backward is not None:
-            raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what="a second derivative"))
+            raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(way="a second derivative"))
         _, _, *needed, _ = ctx.needs_input_grad
         of_q, of_k, of_u, of_v, of_gate = needed
         eps, backend, (deterministic, _, activation) = ctx.how
@@ -231,10 +229,9 @@ def _above_autograd(call: Call) -> Result:
     tensors = _tensors(call)
     # torch.func.grad and forward mode would otherwise fail obscurely or drop the tangent silently
     if torch_private.differentiated_by_functorch(*tensors):
-        transform = "a torch.func transform (grad, vjp, jvp, hessian, ...)"
-        raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what=transform))
+        raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(way="a torch.func transform (grad, vjp, jvp, ...)"))
     if torch_private.has_tangent(*tensors):
-        raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(what="forward mode (jvp)"))
+        raise NotImplementedError(_UNSUPPORTED_DERIVATIVE.format(way="forward mode (jvp)"))
     return _differentiable(values if is_direct(*tensors) else _dispatch_below, call, tensors)
 
 
