@@ -211,11 +211,3 @@ def projection(name: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> Non
     expect_device(f"{name}_w", weight, x, of="x")
     if bias is not None:
         expect_like(f"{name}_bias", bias, x, (weight.shape[0],), f"the rows of {name}_w", of="x")
-
-
-def head_norm(q_norm: Tensor | None, x: Tensor, heads: int, head_dim: int) -> None:
-    """Refuse all but a weight [H, d_h] of the heads' RMS normalisation, of any floating dtype, or None."""
-    if q_norm is not None:
-        floating("q_norm", q_norm)
-        expect_device("q_norm", q_norm, x, of="x")
-        expect_shape("q_norm", q_norm, (heads, head_dim), "[H, d_h]")

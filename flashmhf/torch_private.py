@@ -187,9 +187,11 @@ def answer(feature: str, module: str, name: str, rule: Callable[[], Callable[...
     _RULES[module, name] = feature, rule
 
 
-@functools.cache
-def _holder() -> type:
-    class Holder(torch._library.simple_registry.GenericTorchDispatchRuleHolder):
+def ask_rules(op: torch._ops.OpOverload) -> None:
+    """Have PyTorch ask the rules before a call of the operator ``op`` reaches a dispatch mode or a tensor subclass."""
+    registry = torch._library.simple_registry
+
+    class Holder(registry.GenericTorchDispatchRuleHolder):
         def find(self, torch_dispatch_class: type) -> Callable[..., Any] | None:
             for (where, name), (feature, rule) in _RULES.items():
                 if (module := sys.modules.get(where)) is None:
@@ -200,10 +202,4 @@ def _holder() -> type:
                     return rule() or super().find(torch_dispatch_class)
             return super().find(torch_dispatch_class)
 
-    return Holder
-
-
-def ask_rules(op: torch._ops.OpOverload) -> None:
-    """Have PyTorch ask the rules before a call of the operator ``op`` reaches a dispatch mode or a tensor subclass."""
-    registry = torch._library.simple_registry
-    registry.singleton.find(op.__qualname__).torch_dispatch_rules = _holder()(op.__qualname__)
+    registry.singleton.find(op.__qualname__).torch_dispatch_rules = Holder(op.__qualname__)

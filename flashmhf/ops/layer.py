@@ -62,7 +62,10 @@ def _check(call: Call) -> None:
     checks.not_negative("q_norm_eps", q_norm_eps)
     for end, projection in (("in", in_proj), ("out", out_proj)):
         checks.projection(end, projection.w, projection.bias, x)
-    checks.head_norm(q_norm, x, inner // head_dim, head_dim)
+    if q_norm is not None:  # in any floating dtype
+        checks.floating("q_norm", q_norm)
+        checks.expect_device("q_norm", q_norm, x, of="x")
+        checks.expect_shape("q_norm", q_norm, (inner // head_dim, head_dim), "[H, d_h]")
 
 
 def _contiguous(weights: LayerWeights) -> LayerWeights:

@@ -64,12 +64,6 @@ def _load() -> str | None:
     return None
 
 
-def load_for(x: Tensor) -> None:
-    """Load the op library if ``x``, a fake tensor, is on a GPU: the graph that is traced may come from a cache."""
-    if x.device.type == "cuda":
-        library()
-
-
 def build_info() -> dict:
     """Return what the loaded library says of itself: version, kernel table, headers, CUDA version."""
     return json.loads(torch.ops.flashmhf_hopper.build_info())
