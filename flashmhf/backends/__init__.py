@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -16,7 +15,6 @@ from .eager import fp8 as eager_fp8
 from .hopper import fp8 as hopper_fp8
 from .triton import fp8 as triton_fp8
 
-_T = TypeVar("_T", Backend, Fp8Backend)
 # In the order in which "auto" takes them. "reference", the definition in plain operations, runs only by name.
 BACKENDS: dict[str, Backend] = {"hopper": hopper, "triton": triton, "eager": eager}
 FP8_BACKENDS: dict[str, Fp8Backend] = {"hopper": hopper_fp8, "triton": triton_fp8, "eager": eager_fp8}
@@ -31,36 +29,28 @@ def check_name(backend: object, *, names: tuple[str, ...] = NAMES) -> str:
 
 @functools.cache
 def select(
-    backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, activation: str = "silu"
-) -> Backend:
+    backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, activation: str = "silu",
+    fp8: bool = False,
+) -> Backend | Fp8Backend:  # fmt: skip
     """Return the back end. Raises ValueError for an unknown name, NotImplementedError for one that cannot run."""
-    return _select(BACKENDS | {REFERENCE: reference}, backend, device, dtype, d_h, d_e, activation)
-
-
-@functools.cache
-def select_fp8(backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int) -> Fp8Backend:
-    """Return the FP8 back end, as :func:`select` does."""
-    return _select(FP8_BACKENDS, backend, device, dtype, d_h, d_e, "silu")
-
-
-def chooses_hopper(
-    backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, activation: str = "silu"
-) -> bool:
-    """Return whether :func:`select` and :func:`select_fp8` return the hopper back end; sizes may be symbolic."""
-    case = {"d_h": d_h, "d_e": d_e, "activation": activation}
-    return backend in ("auto", "hopper") and hopper.why_not(device, dtype, **case) is None
-
-
-def _select(known: dict[str, _T], backend: str, device, dtype, d_h: int, d_e: int, activation: str) -> _T:
+    known = FP8_BACKENDS if fp8 else BACKENDS | {REFERENCE: reference}
     check_name(backend, names=("auto", *known))
-    reasons, automatic = [], [name for name in known if name != REFERENCE]
-    for name in automatic if backend == "auto" else [backend]:
+    reasons = []
+    for name in BACKENDS if backend == "auto" else [backend]:
         reason = known[name].why_not(device, dtype, d_h=d_h, d_e=d_e, activation=activation)
         if reason is None:
             _warn_slow(device, name, tuple(reasons))
             return known[name]
         reasons.append(reason)
     raise NotImplementedError(f"backend={backend!r} cannot run: {'; '.join(reasons)}")
+
+
+def chooses_hopper(
+    backend: str, device: torch.device, dtype: torch.dtype, d_h: int, d_e: int, activation: str = "silu"
+) -> bool:
+    """Return whether :func:`select` returns the hopper back end, in 16 bits and in FP8; sizes may be symbolic."""
+    case = {"d_h": d_h, "d_e": d_e, "activation": activation}
+    return backend in ("auto", "hopper") and hopper.why_not(device, dtype, **case) is None
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled, nn
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.types import Device
 from torch.utils.checkpoint import checkpoint
 
@@ -13,7 +13,6 @@ from ..checks import epsilon, flag, instance, positive
 from ..ops import recompute
 from ..ops.library import cast
 from ..ops.networks import gated_flash_mhf
-from ..torch_private import is_watched
 from .multihead import GroupedHeads, RoutedHeads, check_matches
 
 
@@ -104,11 +103,11 @@ class FlashMHF(RoutedHeads, GroupedHeads):
             if is_autocast_enabled(x.device.type):
                 x = cast(x, get_autocast_dtype(x.device.type))  # what is kept, as in_proj alone would keep it
             return self._run_networks(checkpoint(self.query, x, use_reentrant=False))
-        weights = None if is_compiling() or is_watched() else self._plain_weights()
-        if weights is None:
-            return super()._heads(x)
-        check_matches(x, self.in_proj)
-        return recompute.heads(x, weights, self.backend, self.deterministic, self.activation)
+        weights, s = self._plain_weights(), None
+        if weights is not None:
+            check_matches(x, self.in_proj)
+            s = recompute.heads(x, weights, self.backend, self.deterministic, self.activation)
+        return super()._heads(x) if s is None else s
 
     def _run_networks(self, q: Tensor) -> Tensor:
         how = {"deterministic": self.deterministic, "backend": self.backend, "activation": self.activation}

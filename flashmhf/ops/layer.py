@@ -109,8 +109,7 @@ def values(call: Call) -> Tensor:
     try:
         if networks[0].dim() == 4 and 0 <= weights.eps < math.inf and 0 <= weights.q_norm_eps < math.inf:
             _, _, d_e, d_h = networks[0].shape
-            case = (backend, x.device, x.dtype, d_h, d_e)
-            chosen = backends.select_fp8(*case) if len(networks) == 4 else backends.select(*case, activation)
+            chosen = backends.select(backend, x.device, x.dtype, d_h, d_e, activation, len(networks) == 4)
             y = chosen.layer(x, weights)
             if y is not None:
                 return y

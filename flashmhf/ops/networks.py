@@ -108,8 +108,7 @@ def values(call: Call) -> Result:
         return _run(backends.reference, call)  # without the cache of select, which Dynamo would trace
     try:
         _, _, d_e, d_h = networks[0].shape
-        case = (backend, q.device, q.dtype, d_h, d_e)
-        back_end = backends.select_fp8(*case) if is_fp8 else backends.select(*case, settings.activation)
+        back_end = backends.select(backend, q.device, q.dtype, d_h, d_e, settings.activation, is_fp8)
         checked = back_end is backends.hopper and not (isinstance(r, Router) and not 0 <= r.eps < math.inf)
         if not checked:
             check(call)

@@ -52,8 +52,12 @@ class _KeepsX(torch.autograd.Function):
         return None, None, None, *results
 
 
-def heads(x: Tensor, weights: LayerWeights, backend: str, deterministic: bool | None, activation: str) -> Tensor:
-    """Return S [..., H, d_h] for x [..., d_model]; autograd keeps x and weights, in autocast's dtype where it is on."""
+def heads(x: Tensor, weights: LayerWeights, backend: str, deterministic: bool | None, activation: str) -> Tensor | None:
+    """Return S [..., H, d_h] for x [..., d_model]; autograd keeps x and weights, in autocast's dtype where it is on.
+    Return None in graphs and where somebody watches the calls of the parts.
+    """
+    if torch.compiler.is_compiling() or torch_private.is_watched():
+        return None
     in_proj, networks, router, eps, _, q_norm, q_norm_eps = weights
     tensors = [x, *in_proj, *networks]
     if torch_private.autocasts(x.device.type):

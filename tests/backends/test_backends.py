@@ -21,7 +21,7 @@ from flashmhf.testing import problem
 @pytest.fixture
 def uncached():
     """Selection without its cache before and after: these tests change what a back end says of itself."""
-    caches = (backends.select, backends.select_fp8, backends._warn_slow, hopper._load)
+    caches = (backends.select, backends._warn_slow, hopper._load)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -53,8 +53,8 @@ def test_explicit_back_end_that_cannot_run(backend):
     flashmhf.flash_mhf(*small())
 
 
-@pytest.mark.parametrize(("select", "modules"), [("select", backends.BACKENDS), ("select_fp8", backends.FP8_BACKENDS)])
-def test_auto_takes_the_first_that_can(monkeypatch, uncached, select, modules):
+@pytest.mark.parametrize(("fp8", "modules"), [(False, backends.BACKENDS), (True, backends.FP8_BACKENDS)])
+def test_auto_takes_the_first_that_can(monkeypatch, uncached, fp8, modules):
     reasons = {"hopper": None, "triton": None}
     monkeypatch.setattr(backends, "_warn_slow", lambda *args: None)  # asks the device
     for name in reasons:
@@ -62,8 +62,9 @@ def test_auto_takes_the_first_that_can(monkeypatch, uncached, select, modules):
     for blocked, expected in ((None, "hopper"), ("hopper", "triton"), ("triton", "eager")):
         if blocked:
             reasons[blocked] = "blocked"
-        getattr(backends, select).cache_clear()
-        assert getattr(backends, select)("auto", torch.device("cuda"), torch.bfloat16, 64, 64) is modules[expected]
+        backends.select.cache_clear()
+        chosen = backends.select("auto", torch.device("cuda"), torch.bfloat16, 64, 64, fp8=fp8)
+        assert chosen is modules[expected]
 
 
 @pytest.mark.parametrize(("capability", "triton_has", "message"), [
@@ -81,17 +82,17 @@ def test_gpu_that_is_slower_than_its_owner_expects_warns_once_per_reason(
         monkeypatch.setattr(modules["hopper"], "why_not", lambda *a, **k: reason)
         monkeypatch.setattr(modules["triton"], "why_not", lambda *a, **k: None if triton_has else "not here")
 
-    def said(select=backends.select, backend: str = "auto") -> list[str]:
-        select.cache_clear()
+    def said(backend: str = "auto", fp8: bool = False) -> list[str]:
+        backends.select.cache_clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            select(backend, device, torch.bfloat16, 128, 384)
+            backends.select(backend, device, torch.bfloat16, 128, 384, fp8=fp8)
         return [str(warning.message) for warning in caught]
 
     assert said(backend="eager") == []  # asked for
     for reason in ("no library", "another"):
         expected = [f"flashmhf: {message}{reason}{'' if triton_has else '; not here'}"] if message else []
-        assert said() == expected and said() == said(backends.select_fp8) == []
+        assert said() == expected and said() == said(fp8=True) == []
 
 
 @pytest.mark.parametrize(("module", "device", "capability", "dtype", "sizes", "reason"), [

@@ -38,13 +38,10 @@ def as_on_hopper(monkeypatch, fresh_dynamo):
     monkeypatch.setattr(hopper, "library", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: hopper.CAPABILITY)
     monkeypatch.setattr(hopper, "why_not", for_cpu)
-    choices = backends.select, backends.select_fp8
-    for choice in choices:
-        choice.cache_clear()
+    backends.select.cache_clear()
     with torch._inductor.config.patch(force_disable_caches=True):
         yield
-    for choice in choices:
-        choice.cache_clear()
+    backends.select.cache_clear()
 
 
 def compiled(function, step=lambda function, *inputs: function(*inputs), inputs=(X,), **options):

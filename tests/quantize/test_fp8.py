@@ -342,7 +342,7 @@ def test_refusals():
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             call(*given)
-    assert backends.select_fp8("auto", q.device, q.dtype, 64, 80) is eager
+    assert backends.select("auto", q.device, q.dtype, 64, 80, fp8=True) is eager
 
 
 # The network as one operator
