@@ -80,9 +80,7 @@ def never_compiled(function: Callable) -> Callable:
 
 
 def constant_in_graphs(method: Callable) -> Callable:
-    """Make Dynamo call ``method`` while it traces and hold the answer: torch.compiler.assume_constant_result would
-    import Dynamo at once.
-    """
+    """Make Dynamo call ``method`` while it traces: torch.compiler.assume_constant_result would import Dynamo now."""
     method._dynamo_marked_constant = True
     return method
 
@@ -115,9 +113,7 @@ def has_function_mode() -> bool:
 
 
 def is_watched() -> bool:
-    """Return whether something sees or changes single operator calls: torch.func, forward mode, torch.jit.trace, a
-    dispatch mode, a function mode.
-    """
+    """Return whether torch.func, forward mode, torch.jit.trace or a mode sees or changes single operator calls."""
     return (
         _dispatch_modes() > 0
         or transforms()

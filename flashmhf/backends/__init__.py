@@ -55,9 +55,7 @@ def chooses_hopper(
 
 @functools.cache
 def _warn_slow(device: torch.device, chosen: str, reasons: tuple[str, ...]) -> None:
-    """Warn once per reasons why a GPU did not get what comes before ``chosen``, if it is slower than its owner expects:
-    an NVIDIA GPU without its kernels, a Hopper GPU without the Hopper kernels.
-    """
+    """Warn once per reasons if an NVIDIA GPU gets no kernels, or a Hopper GPU not the Hopper kernels."""
     if not reasons or device.type != "cuda" or torch.version.hip is not None:
         return
     if chosen == "eager":

@@ -76,9 +76,7 @@ class AnyBackend(Protocol):
 
 
 class Backend(AnyBackend, Protocol):
-    """Shapes, dtypes and strides are those of ``torch.ops.flashmhf.*``. ``backends.gating`` serves a back end without a
-    fused router; :func:`layer` and :func:`why_not` are defaults.
-    """
+    """Shapes, dtypes and strides are those of ``torch.ops.flashmhf.*``; R may come from ``backends.gating``."""
 
     def forward(self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Tensor:
         """Return S [..., H, d_h] in q's dtype, contiguous."""

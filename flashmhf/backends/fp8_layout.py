@@ -29,9 +29,7 @@ def to_e4m3(x: Tensor) -> Tensor:
 
 
 def check_packed(k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, q: Tensor | None = None) -> None:
-    """Raise TypeError for wrong dtypes, ValueError for wrong shapes, strides and devices of packed weights, and of the
-    q that meets them, if there is one.
-    """
+    """Refuse packed weights of wrong dtypes, shapes, strides or devices, and a q that does not fit them."""
     checks.tensors(k8=k8, u8=u8, v8=v8, scales=scales)
     for name, tensor in (("k8", k8), ("u8", u8), ("v8", v8)):
         if tensor.dtype != E4M3:

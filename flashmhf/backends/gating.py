@@ -44,9 +44,7 @@ def values(q: Tensor, r: Gate) -> Tensor | None:
 
 
 def through_router(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """Return a back end's ``backward`` from one that takes R and the dtype of dq. dr feeds dw as well as dq. The
-    router's part of dq is added before the one rounding to q's dtype.
-    """
+    """Return ``backward`` from one that takes R: dr feeds dw and dq, which is rounded to q's dtype once, at the end."""
 
     def routed(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Gradients:
         if not isinstance(r, Router):

@@ -25,8 +25,7 @@ PREFIXES = {"mhffnmoe": "mhffnmoe_", "mhffn": "mhffn_"}  # of an official config
 
 
 def official_settings(config: Mapping[str, object]) -> dict[str, object]:
-    """Return the network's settings in an official configuration, without their prefix. Raises ValueError for the
-    configuration of another model."""
+    """Return the network's settings in an official configuration. Raises ValueError for another model's."""
     model_type = config.get("model_type", "mhffnmoe")
     if model_type not in PREFIXES:
         raise ValueError(f"model_type is {model_type!r}; expected {', '.join(map(repr, PREFIXES))}")

@@ -17,9 +17,7 @@ from .multihead import GroupedHeads, RoutedHeads, check_matches
 
 
 def default_num_heads(d_model: int) -> int:
-    """Return H of heads of 128 (the paper's choice), or else of 64 or 96, which every GPU back end has, or of 32 or 16;
-    1 if 16 does not divide d_model.
-    """
+    """Return H for heads of 128 (the paper's choice), or else 64, 96, 32 or 16; 1 if 16 does not divide d_model."""
     return d_model // next((size for size in (128, 64, 96, 32, 16) if d_model % size == 0), d_model)
 
 

@@ -78,9 +78,7 @@ _PARTS = {"in_proj": nn.Linear, "out_proj": nn.Linear, "q_norm": HeadRMSNorm}
 
 
 class Heads(nn.Module):
-    """The ends of a multi-head network: in_proj, heads, q_norm and out_proj, of which in_proj and out_proj or q_norm
-    may be None.
-    """
+    """The ends of a multi-head network: in_proj, heads, q_norm, out_proj; projections and q_norm may be None."""
 
     d_model: int
     head_dim: int
@@ -101,9 +99,7 @@ class Heads(nn.Module):
     up_proj = down_proj = gate_proj
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """Return split_H(X W_in) [..., H, d_h] for x [..., d_model], a view of the projection's result. H is what
-        in_proj gives: under tensor parallelism a rank has some of the heads.
-        """
+        """Return split_H(X W_in) [..., H, d_h] for x [..., d_model]; a tensor-parallel rank has some heads."""
         in_proj = self.in_proj
         check_matches(x, self._parameters.get("k") if in_proj is None else in_proj)
         return (x if in_proj is None else in_proj(x)).unflatten(-1, (-1, self.head_dim))

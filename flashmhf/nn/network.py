@@ -60,9 +60,7 @@ class Contiguous(nn.Module):
             handle.remove()
 
     def _adapt(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Check and convert, in place, what is loaded. With assign=True it becomes the module's, and files keep
-        strides.
-        """
+        """Check and convert, in place, what is loaded: with assign=True it becomes the module's, strides included."""
         for name in (*self._parameters, *self._buffers):
             if isinstance(value := state_dict.get(prefix + name), Tensor):
                 state_dict[prefix + name] = value.contiguous()

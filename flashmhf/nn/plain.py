@@ -49,9 +49,7 @@ define(nn.Linear)
 
 
 def are_plain(modules: Mapping[str, nn.Module | None], kinds: Mapping[str, type[nn.Module]]) -> bool:
-    """Return whether the parts that a module has among ``modules`` compute what their ``kinds`` do, with weights that
-    are their parameters. They may be of subclasses that change neither. A part may be None.
-    """
+    """Return whether the parts among ``modules``, of ``kinds`` or None, compute what these do from parameters."""
     if _PATCHED_BEFORE or functional.linear is not _LINEAR or has_global_hooks():
         return False
     for name, kind in kinds.items():

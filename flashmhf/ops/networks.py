@@ -185,9 +185,7 @@ _UNSUPPORTED_DERIVATIVE = (
 
 
 class _FirstOrder(torch.autograd.Function):
-    """A call as one node; ``tensors`` are the call's. ``run`` is :func:`values`, or :func:`_dispatch` if somebody
-    watches.
-    """
+    """A call as one node of autograd. ``run`` is :func:`values`, or :func:`_dispatch` if somebody watches."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[Call], Result], call: Call, *tensors: Tensor | None) -> Result:
