@@ -51,11 +51,11 @@ AUTOCAST_KEYS = {kind: f"Autocast{name}" for kind, name in _DEVICES.items()}
 
 
 def _excluding(*keys: str) -> Callable[[], AbstractContextManager] | None:
-    guard = find("torch._C._ExcludeDispatchKeyGuard")
-    if guard is None:
+    exclude = find("torch._C._ExcludeDispatchKeyGuard")
+    if exclude is None:
         return None
     excluded = functools.reduce(operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, k)) for k in keys))
-    return lambda: guard(excluded)
+    return lambda: exclude(excluded)
 
 
 below_autograd: Callable[[], AbstractContextManager] = find(

@@ -98,9 +98,9 @@ class Network(Contiguous):
         ValueError for a part that has been replaced, parametrised or offloaded; nothing is drawn then.
         """
         self._check_own()
-        given = {"init": init, "initializer_range": initializer_range, "num_layers": num_layers, "official": official}
-        changed = {name: value for name, value in given.items() if value is not None}
-        self.set_scheme(dataclasses.replace(self.scheme, **changed))
+        changes = {"init": init, "initializer_range": initializer_range, "num_layers": num_layers, "official": official}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        self.set_scheme(dataclasses.replace(self.scheme, **changes))
         self._draw()
         for name, drawn in self._drawn_projections.items():
             if (linear := getattr(self, name)) is not None:
@@ -122,9 +122,8 @@ class Network(Contiguous):
         """Raise ValueError that names a part which ``reset_parameters`` cannot draw, before it has drawn another."""
         check_held("", self, empty=True)
         for name, kind in self._parts().items():
-            part, supported = getattr(self, name), f"a {kind.__name__}, as the constructor made it"
-            if part is not None and not isinstance(part, kind):
-                found = f"{name} is a {type(part).__name__}; supported: {supported}"
+            if (part := getattr(self, name)) is not None and not isinstance(part, kind):
+                found = f"{name} is a {type(part).__name__}; supported: a {kind.__name__}, as the constructor made it"
                 raise ValueError(f"{found}: call reset_parameters before it is replaced")
             if part is not None and not part.weight.is_floating_point():
                 raise ValueError(f"{name}.weight has dtype {name_of(part.weight.dtype)}; supported: a floating one")

@@ -85,8 +85,8 @@ def _adamw_weights(model: nn.Module, outputs: Iterable[nn.Module | nn.Parameter]
     found = embeddings | _parameters_of(model, _CONVOLUTION)
     own = _parameters_of(model, (Network, nn.MultiheadAttention))
     found |= {parameter for parameter in model.parameters() if parameter.shape[:1] == (1,) and parameter not in own}
-    given = _outputs_of(model, embeddings, found | own) if outputs is None else outputs
-    for each in checks.instance("outputs", given, Iterable, "a list of torch.nn.Modules"):
+    outputs = _outputs_of(model, embeddings, found | own) if outputs is None else outputs
+    for each in checks.instance("outputs", outputs, Iterable, "a list of torch.nn.Modules"):
         checks.instance("outputs", each, nn.Module | nn.Parameter, "torch.nn.Modules")
         found.update(each.parameters() if isinstance(each, nn.Module) else [each])
     if not found.issubset(model.parameters()):
