@@ -56,9 +56,7 @@ def fixed_limit(elements: int, dtype: torch.dtype, *, few_tokens: bool = False) 
     """Return the largest error of a fused GPU back end for a tensor of so many elements, without a baseline."""
     if elements < TINY:
         return TINY_LIMITS[dtype]
-    if few_tokens:
-        return TINY_FACTOR * LIMITS[dtype]
-    return LIMITS[dtype] * (SMALL_FACTOR if elements < SMALL else 1.0)
+    return LIMITS[dtype] * (TINY_FACTOR if few_tokens else SMALL_FACTOR if elements < SMALL else 1.0)
 
 
 def assert_accurate(
