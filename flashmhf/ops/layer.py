@@ -190,8 +190,10 @@ def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str
             return None
     elif autocasts(x.device.type):
         return None
+    elif is_direct(*tensors):
+        return values(Call(x, weights, backend, activation))
     elif not is_compiling():
-        return values(Call(x, weights, backend, activation)) if is_direct(*tensors) else None
+        return None
     for tensor in tensors:  # in torch.export without Dynamo others stand for them; a DTensor and its kin flatten
         if type(tensor) not in ORDINARY and tensor is not None:
             if is_dynamo_compiling() or hasattr(type(tensor), "__tensor_flatten__"):
