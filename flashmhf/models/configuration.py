@@ -132,8 +132,7 @@ class FlashMHFConfig(LlamaConfig):
             raise ValueError(f"unknown settings: {unknown}; supported: {', '.join(known)}")
         if self.ffn_type not in FFN_TYPES:
             raise ValueError(f"ffn_type is {self.ffn_type!r}; supported: {', '.join(FFN_TYPES)}")
-        if self.ffn_init not in INITS:
-            raise ValueError(f"ffn_init is {self.ffn_init!r}; supported: {', '.join(map(repr, INITS))}")
+        choice("ffn_init", self.ffn_init, INITS)
         activations = ACTIVATIONS if self.ffn_type in _OPERATOR else ("silu",)
         if self.hidden_act not in activations:
             supported = ", ".join(map(repr, activations))

@@ -63,9 +63,8 @@ class Fp8FlashMHF(FixedDtypes, Contiguous, RoutedHeads):
             if more := hooks_of(weight) or next(own, None):
                 found = f"{name} has {more}, which would be lost"
                 raise NotImplementedError(f"{found}; supported: weights without, whose FP8 module gets it afterwards")
-        expected = {"k", "u", "v", "router", "in_proj", "out_proj", "q_norm"}
-        more = [name for held in (network._parameters, network._buffers, network._modules) for name in held]
-        if more := [name for name in more if name not in expected]:
+        state = network._parameters | network._buffers | network._modules
+        if more := [name for name in state if name not in _STATE]:
             raise NotImplementedError(f"network holds {more[0]}, which would be lost; supported: FlashMHF's own state")
         if network._compiled_call_impl is not None:
             raise NotImplementedError("network is compiled; supported: compile() of the result")
