@@ -171,6 +171,11 @@ def test_guides_and_examples_train_with_the_settings():
     assert [float(each) for each in rates] == [float(table["AdamW", "1.3B", "107B"][0])] * 3
 
 
+def test_a_figure_that_no_table_has_is_noticed():
+    assert QUOTING and agrees("1.1", False, {1.09}) and agrees("22", True, {0.82}) and agrees("0.3", True, {1.003})
+    assert not agrees("1.1", False, {1.16}) and not agrees("22", False, {0.82}) and not agrees("21", True, {0.82})
+
+
 TUTORIALS = [
     path for path in DOCUMENTS if (path == ROOT / "README.md" or DOCS in path.parents) and "```python" in read(path)
 ]
