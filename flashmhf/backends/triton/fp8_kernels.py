@@ -113,13 +113,11 @@ def plan(
     tokens = token_count(q)
     blocks = triton.cdiv(tokens, config.tokens)
     splits = launch.shares(blocks * heads, device, config, most=subnets)
-    q_rows, r_rows = launch.rows(q), launch.rows(r)
     return launch.Plan(
         forward_kernel, device, (blocks, heads, splits), config, T=tokens, H=heads, E=subnets, d_e=subnet_dim,
-        matrices=kv_heads * subnets, splits=splits, q_length=q_rows.length, q_at=q_rows.at, r_length=r_rows.length,
-        r_at=r_rows.at, Q_LAYOUT=q_rows.layout, R_LAYOUT=r_rows.layout, GROUP=heads // kv_heads, D=head_dim,
+        matrices=kv_heads * subnets, splits=splits, GROUP=heads // kv_heads, D=head_dim,
         BD=triton.next_power_of_2(head_dim), BT=config.tokens, BI=config.inter, RECIPROCAL=not launch.INTERPRETED,
-        INTERPRETED=launch.INTERPRETED,
+        INTERPRETED=launch.INTERPRETED, **launch.addressing(q=q, r=r),
     )  # fmt: skip
 
 

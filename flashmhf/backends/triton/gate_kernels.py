@@ -143,54 +143,31 @@ def weight_grads_kernel(
     tl.store(rows[:, None] + e[None, :], total, mask=(d < D)[:, None] & (e < E)[None, :])
 
 
-def _block_shape(tokens: int, subnets: int, stages: int) -> Config:
-    return Config(tokens, min(32, max(16, triton.next_power_of_2(subnets))), 4, stages)
-
-
 @functools.lru_cache(launch.PLANS)
-def _gate_plan(q: launch.Facts, w: launch.Facts, eps: float, device: torch.device) -> launch.Plan:
-    tokens, (heads, head_dim, subnets), q_rows = token_count(q), w.shape, launch.rows(q)
-    config = _block_shape(1 if tokens <= launch.FEW else 32, subnets, 1)
-    return launch.Plan(
-        gate_kernel, device, (triton.cdiv(tokens, config.tokens), heads, 1), config, T=tokens, H=heads, E=subnets,
-        eps=eps, q_length=q_rows.length, q_at=q_rows.at, Q_LAYOUT=q_rows.layout, D=head_dim,
-        BD=triton.next_power_of_2(head_dim), BT=config.tokens, BE=config.inter, ONE=subnets <= config.inter,
-        RECIPROCAL=not launch.INTERPRETED,
-    )  # fmt: skip
+def _plans(q: launch.Facts, w: launch.Facts, eps: float, device: torch.device) -> tuple[launch.Plan, ...]:
+    """Return the launches of the three kernels."""
+    tokens, (heads, head_dim, subnets) = token_count(q), w.shape
+    block = min(32, max(16, triton.next_power_of_2(subnets)))
+    sizes = {"T": tokens, "H": heads, "E": subnets, "D": head_dim, "BD": triton.next_power_of_2(head_dim), "BE": block}
+    sizes |= launch.addressing(q=q)
+    by_scores = sizes | {"eps": eps, "ONE": subnets <= block, "RECIPROCAL": not launch.INTERPRETED}
+    of_scores = (
+        launch.Plan(kernel, device, (triton.cdiv(tokens, bt), heads, 1), Config(bt, block, 4, 1), BT=bt, **by_scores)
+        for kernel, bt in ((gate_kernel, 1 if tokens <= launch.FEW else 32), (token_grads_kernel, 32))
+    )
+    config, blocks = Config(32, block, 4, 2), triton.cdiv(subnets, block)
+    share, splits = launch.in_shares(tokens, blocks * heads, device, config, most=triton.cdiv(tokens, MIN_SHARE))
+    grid = blocks, heads, splits
+    return *of_scores, launch.Plan(weight_grads_kernel, device, grid, config, share_tokens=share, BT=32, **sizes)
 
 
 def gate(q: Tensor, router: Router) -> Tensor:
     """Return R [..., H, E] in fp32."""
     with launch.launching(q.device):
         r = torch.empty((*q.shape[:-1], router.w.shape[2]), dtype=torch.float32, device=q.device)
-        _gate_plan(launch.facts(q), launch.facts(router.w), router.eps, q.device).start(q, router.w, r)
+        plan, _, _ = _plans(launch.facts(q), launch.facts(router.w), router.eps, q.device)
+        plan.start(q, router.w, r)
         return r
-
-
-@functools.lru_cache(launch.PLANS)
-def _token_grads_plan(q: launch.Facts, w: launch.Facts, eps: float, device: torch.device) -> launch.Plan:
-    tokens, (heads, head_dim, subnets), q_rows = token_count(q), w.shape, launch.rows(q)
-    config = _block_shape(32, subnets, 1)
-    return launch.Plan(
-        token_grads_kernel, device, (triton.cdiv(tokens, config.tokens), heads, 1), config, T=tokens, H=heads,
-        E=subnets, eps=eps, q_length=q_rows.length, q_at=q_rows.at, Q_LAYOUT=q_rows.layout, D=head_dim,
-        BD=triton.next_power_of_2(head_dim), BT=config.tokens, BE=config.inter, ONE=subnets <= config.inter,
-        RECIPROCAL=not launch.INTERPRETED,
-    )  # fmt: skip
-
-
-@functools.lru_cache(launch.PLANS)
-def _weight_grads_plan(q: launch.Facts, w: launch.Facts, device: torch.device) -> launch.Plan:
-    tokens, (heads, head_dim, subnets), q_rows = token_count(q), w.shape, launch.rows(q)
-    config = _block_shape(32, subnets, 2)
-    blocks = triton.cdiv(subnets, config.inter)
-    share = triton.cdiv(tokens, launch.shares(blocks * heads, device, config, most=triton.cdiv(tokens, MIN_SHARE)))
-    share = triton.cdiv(share, config.tokens) * config.tokens
-    return launch.Plan(
-        weight_grads_kernel, device, (blocks, heads, triton.cdiv(tokens, share)), config, T=tokens, H=heads, E=subnets,
-        share_tokens=share, q_length=q_rows.length, q_at=q_rows.at, Q_LAYOUT=q_rows.layout, D=head_dim,
-        BD=triton.next_power_of_2(head_dim), BT=config.tokens, BE=config.inter,
-    )  # fmt: skip
 
 
 def gate_backward(
@@ -198,13 +175,13 @@ def gate_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dq in q's dtype, of the networks' part dq_mixed (fp32) and the router's, and dw in w's, contiguous; empty
     where ``needs`` (of tokens, of weights) leaves them out."""
-    w, like = router.w, (launch.facts(q), launch.facts(router.w))
+    w = router.w
     with launch.launching(q.device):
+        _, of_tokens, of_weights = _plans(launch.facts(q), launch.facts(w), router.eps, q.device)
         dq, dp = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(dr)
-        _token_grads_plan(*like, router.eps, q.device).start(dr, q, w, dq_mixed, dq, dp)
+        of_tokens.start(dr, q, w, dq_mixed, dq, dp)
         if not needs[1]:
             return dq, q.new_empty(0)
-        plan = _weight_grads_plan(*like, q.device)
-        parts = torch.empty((1, plan.grid[2], *w.shape), dtype=torch.float32, device=q.device)
-        plan.start(dp, q, parts)
+        parts = torch.empty((1, of_weights.grid[2], *w.shape), dtype=torch.float32, device=q.device)
+        of_weights.start(dp, q, parts)
         return dq if needs[0] else q.new_empty(0), launch.add_shares(parts, w.dtype)[0]

@@ -108,8 +108,8 @@ class Rows(NamedTuple):
     """
 
     layout: str
-    length: int | None
-    strides: tuple[int | None, ...] | None
+    length: int
+    strides: tuple[int | None, ...]
     axes: list[tuple[int, int]] | None = None
 
     @property
@@ -124,9 +124,7 @@ class Rows(NamedTuple):
         return table.flatten(), *self.strides[1:]
 
 
-def rows(x: Facts | None) -> Rows:
-    if x is None:
-        return Rows("rows", None, None)
+def rows(x: Facts) -> Rows:
     axes, columns = collapse(x), x.strides[-2:]
     if len(axes) <= 1:
         return Rows("rows", 1, (None, 0, axes[0][1] if axes else 0, *columns))
@@ -134,6 +132,15 @@ def rows(x: Facts | None) -> Rows:
         (_, outer), (length, inner) = axes
         return Rows("blocks", length, (None, outer, inner, *columns))
     return Rows("table", 1, (None, 0, 0, *columns), axes)
+
+
+def addressing(**tensors: Facts | None) -> dict[str, Any]:
+    """Return a kernel's arguments for where tensors of tokens lie, by the letters that it has for them."""
+    found: dict[str, Any] = {}
+    for name, x in tensors.items():
+        layout, length, at = ("rows", None, None) if x is None else ((y := rows(x)).layout, y.length, y.at)
+        found |= {f"{name.upper()}_LAYOUT": layout, f"{name}_length": length, f"{name}_at": at}
+    return found
 
 
 def _token_map(x: Tensor, block: list[int]) -> TensorDescriptor | None:
@@ -197,6 +204,13 @@ def shares(programs: int, device: torch.device, config: Config, most: int) -> in
     return max(1, min(most, config.waves * gpu(device).multiprocessors // programs))
 
 
+def in_shares(tokens: int, programs: int, device: torch.device, config: Config, most: int) -> tuple[int, int]:
+    """Return the tokens of a share of a sum over them, in whole blocks, and how many shares there are."""
+    share = triton.cdiv(tokens, shares(programs, device, config, most))
+    share = triton.cdiv(share, config.tokens) * config.tokens
+    return share, triton.cdiv(tokens, share)
+
+
 @functools.lru_cache(PLANS)
 def block_shape(kernel: str, q: Facts, k: Facts, device: torch.device, config: Config | None) -> Config:
     """Return the table's, or the given one, no larger than the problem."""
@@ -213,24 +227,31 @@ def width(head_dim: int, config: Config) -> int:
     return triton.next_power_of_2(head_dim) if config.paired else 1 << (head_dim.bit_length() - 1)
 
 
+def _arguments(
+    q: Facts, k: Facts, r: Facts | None, config: Config, activation: str, maps: bool, swapped: bool, **tokens: Facts
+) -> dict[str, Any]:
+    """Return the arguments that the three kernels share. ``maps``: K, U and V are read by tensor maps, if in pairs."""
+    (kv_heads, _, d_e, head_dim), maps = k.shape, config.paired and maps
+    heads, subnets, whole = q.shape[-2], k.shape[1], d_e % config.inter == 0
+    return dict(
+        T=token_count(q), H=heads, E=subnets, d_e=d_e, GROUP=heads // kv_heads, D=head_dim, BD=width(head_dim, config),
+        BT=config.tokens, BI=config.inter, EVEN=whole, PAIRED=config.paired, DESCRIPTORS=maps,
+        SWAPPED=maps and swapped, ACTIVATION=activation, RECIPROCAL=not INTERPRETED,
+        BY_BLOCKS=q.dtype == torch.float32, **addressing(q=q, r=r, **tokens),
+    )  # fmt: skip
+
+
 @functools.lru_cache(PLANS)
 def forward_plan(
     q: Facts, k: Facts, where: Place, r: Facts | None, activation: str, device: torch.device, config: Config | None
 ) -> Plan:
-    config = block_shape("forward_few" if token_count(q) <= FEW else "forward", q, k, device, config)
-    heads, (kv_heads, subnets, subnet_dim, head_dim) = q.shape[-2], k.shape
-    tokens, tiles = token_count(q), triton.cdiv(subnet_dim, config.inter)
-    blocks = triton.cdiv(tokens, config.tokens)
+    tokens, heads, (_, subnets, subnet_dim, _) = token_count(q), q.shape[-2], k.shape
+    config = block_shape("forward_few" if tokens <= FEW else "forward", q, k, device, config)
+    blocks, tiles = triton.cdiv(tokens, config.tokens), triton.cdiv(subnet_dim, config.inter)
     splits = shares(blocks * heads, device, config, most=subnets * tiles)
-    q_rows, r_rows, descriptors = rows(q), rows(r), config.paired and where.maps
-    return Plan(
-        kernels.forward_kernel, device, (blocks, heads, splits), config, T=tokens, H=heads, E=subnets, d_e=subnet_dim,
-        splits=splits, q_length=q_rows.length, q_at=q_rows.at, r_length=r_rows.length, r_at=r_rows.at,
-        Q_LAYOUT=q_rows.layout, R_LAYOUT=r_rows.layout, GROUP=heads // kv_heads, D=head_dim,
-        BD=width(head_dim, config), BT=config.tokens, BI=config.inter, EVEN=subnet_dim % config.inter == 0,
-        PAIRED=config.paired, DESCRIPTORS=descriptors, SWAPPED=descriptors and where.swapped, ACTIVATION=activation,
-        RECIPROCAL=not INTERPRETED, BY_BLOCKS=q.dtype == torch.float32, BEHIND=config.behind,
-    )  # fmt: skip
+    arguments = _arguments(q, k, r, config, activation, where.maps, where.swapped)
+    grid = blocks, heads, splits
+    return Plan(kernels.forward_kernel, device, grid, config, splits=splits, BEHIND=config.behind, **arguments)
 
 
 def forward(
@@ -279,22 +300,12 @@ def token_grads_plan(
     device: torch.device, config: Config | None,
 ) -> Plan:  # fmt: skip
     config = block_shape("token_grads", q, k, device, config)
-    heads, (kv_heads, subnets, subnet_dim, head_dim) = q.shape[-2], k.shape
-    tokens = token_count(q)
-    blocks = triton.cdiv(tokens, config.tokens)
-    splits = shares(blocks * heads, device, config, most=subnets)
-    g_rows, q_rows, r_rows = rows(grad_out), rows(q), rows(r)
+    blocks, heads = triton.cdiv(token_count(q), config.tokens), q.shape[-2]
+    splits = shares(blocks * heads, device, config, most=k.shape[1])
     # a swapped pair gives dq's sum another order
-    descriptors = config.paired and where.maps and not (settings.deterministic and where.swapped)
-    return Plan(
-        kernels.token_grads_kernel, device, (blocks, heads, splits), config, T=tokens, H=heads, E=subnets,
-        d_e=subnet_dim, splits=splits, g_length=g_rows.length, g_at=g_rows.at, q_length=q_rows.length, q_at=q_rows.at,
-        r_length=r_rows.length, r_at=r_rows.at, G_LAYOUT=g_rows.layout, Q_LAYOUT=q_rows.layout,
-        R_LAYOUT=r_rows.layout, GROUP=heads // kv_heads, D=head_dim, BD=width(head_dim, config),
-        BT=config.tokens, BI=config.inter, EVEN=subnet_dim % config.inter == 0, PAIRED=config.paired,
-        DESCRIPTORS=descriptors, SWAPPED=descriptors and where.swapped, ACTIVATION=settings.activation,
-        RECIPROCAL=not INTERPRETED, BY_BLOCKS=q.dtype == torch.float32,
-    )  # fmt: skip
+    maps = where.maps and not (settings.deterministic and where.swapped)
+    arguments = _arguments(q, k, r, config, settings.activation, maps, where.swapped, g=grad_out)
+    return Plan(kernels.token_grads_kernel, device, (blocks, heads, splits), config, splits=splits, **arguments)
 
 
 def token_grads(
@@ -318,19 +329,13 @@ def weight_grads_plan(
     grad_out: Facts, q: Facts, k: Facts, where: Place, r: Facts | None, activation: str, device: torch.device,
     by_maps: bool, config: Config,
 ) -> Plan:  # fmt: skip
-    heads, (kv_heads, subnets, subnet_dim, head_dim) = q.shape[-2], k.shape
-    tokens, tiles = token_count(q), subnets * triton.cdiv(subnet_dim, config.inter)
-    share = triton.cdiv(tokens, shares(tiles * kv_heads, device, config, most=max(1, tokens // MIN_SHARE)))
-    share = triton.cdiv(share, config.tokens) * config.tokens
-    g_rows, q_rows, r_rows, descriptors = rows(grad_out), rows(q), rows(r), config.paired and where.maps
+    tokens, (kv_heads, subnets, subnet_dim, _) = token_count(q), k.shape
+    tiles = subnets * triton.cdiv(subnet_dim, config.inter)
+    share, splits = in_shares(tokens, tiles * kv_heads, device, config, most=max(1, tokens // MIN_SHARE))
+    arguments = _arguments(q, k, r, config, activation, where.maps, where.swapped, g=grad_out)
     return Plan(
-        kernels.weight_grads_kernel, device, (tiles, kv_heads, triton.cdiv(tokens, share)), config, T=tokens, H=heads,
-        E=subnets, d_e=subnet_dim, share_tokens=share, g_length=g_rows.length, g_at=g_rows.at, q_length=q_rows.length,
-        q_at=q_rows.at, r_length=r_rows.length, r_at=r_rows.at, G_LAYOUT=g_rows.layout, Q_LAYOUT=q_rows.layout,
-        R_LAYOUT=r_rows.layout, GROUP=heads // kv_heads, D=head_dim, BD=width(head_dim, config),
-        BT=config.tokens, BI=config.inter, EVEN=subnet_dim % config.inter == 0, PAIRED=config.paired,
-        DESCRIPTORS=descriptors, TOKEN_DESCRIPTORS=by_maps, SWAPPED=descriptors and where.swapped,
-        ACTIVATION=activation, RECIPROCAL=not INTERPRETED, BY_BLOCKS=q.dtype == torch.float32,
+        kernels.weight_grads_kernel, device, (tiles, kv_heads, splits), config, share_tokens=share,
+        TOKEN_DESCRIPTORS=by_maps, **arguments,
     )  # fmt: skip
 
 
