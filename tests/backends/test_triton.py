@@ -22,8 +22,8 @@ SPILLED = 128  # bytes of a thread that may be spilled
 def planned_anew():
     """Plans made for another GPU than this one, and by other constants, do not stay."""
     yield
-    for plans in (launch.block_shape, launch.forward_plan, launch.token_grads_plan, launch.weight_grads_plan):
-        plans.cache_clear()
+    launch.block_shape.cache_clear()
+    launch.plan.cache_clear()
 
 
 @pytest.mark.slow
@@ -258,15 +258,15 @@ def plan_and_types(kernel, d_h, dtype):
     where = launch.Place((True, True, True), maps)
     of_weights = {name: dtype for name in ("q", "first", "second", "v")}
     if kernel.startswith("forward"):
-        plan = launch.forward_plan(q, k, where, r, "silu", aot.DEVICE, None)
+        plan = launch.plan("forward", q, k, r, where, "silu", dtype, aot.DEVICE, None)
         types = {**of_weights, "r": torch.float32, "out": dtype if plan.grid[2] == 1 else torch.float32}
     elif kernel == "token_grads":
-        plan = launch.token_grads_plan(q, q, k, where, r, Settings(), dtype, aot.DEVICE, None)
+        plan = launch.plan(kernel, q, k, r, where, "silu", dtype, aot.DEVICE, None, q)
         types = {"grad_out": dtype, **of_weights, "r": torch.float32, "dq": dtype, "dr": torch.float32}
     else:
         config = launch.block_shape(kernel, q, k, aot.DEVICE, None)
         by_maps = config.paired and maps and d_h == launch.width(d_h, config)
-        plan = launch.weight_grads_plan(q, q, k, where, r, "silu", aot.DEVICE, by_maps, config)
+        plan = launch.plan(kernel, q, k, r, where, "silu", dtype, aot.DEVICE, config, q, by_maps)
         types = {"grad_out": dtype, **of_weights, "r": torch.float32}
         types |= {name: dtype for name in ("d_first", "d_second", "dv")}
         if by_maps:

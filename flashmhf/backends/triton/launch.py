@@ -108,8 +108,8 @@ class Rows(NamedTuple):
     """
 
     layout: str
-    length: int
-    strides: tuple[int | None, ...]
+    length: int | None
+    strides: tuple[int | None, ...] | None
     axes: list[tuple[int, int]] | None = None
 
     @property
@@ -124,7 +124,9 @@ class Rows(NamedTuple):
         return table.flatten(), *self.strides[1:]
 
 
-def rows(x: Facts) -> Rows:
+def rows(x: Facts | None) -> Rows:
+    if x is None:
+        return Rows("rows", None, None)
     axes, columns = collapse(x), x.strides[-2:]
     if len(axes) <= 1:
         return Rows("rows", 1, (None, 0, axes[0][1] if axes else 0, *columns))
@@ -138,8 +140,8 @@ def addressing(**tensors: Facts | None) -> dict[str, Any]:
     """Return a kernel's arguments for where tensors of tokens lie, by the letters that it has for them."""
     found: dict[str, Any] = {}
     for name, x in tensors.items():
-        layout, length, at = ("rows", None, None) if x is None else ((y := rows(x)).layout, y.length, y.at)
-        found |= {f"{name.upper()}_LAYOUT": layout, f"{name}_length": length, f"{name}_at": at}
+        at = rows(x)
+        found |= {f"{name.upper()}_LAYOUT": at.layout, f"{name}_length": at.length, f"{name}_at": at.at}
     return found
 
 
@@ -227,31 +229,33 @@ def width(head_dim: int, config: Config) -> int:
     return triton.next_power_of_2(head_dim) if config.paired else 1 << (head_dim.bit_length() - 1)
 
 
-def _arguments(
-    q: Facts, k: Facts, r: Facts | None, config: Config, activation: str, maps: bool, swapped: bool, **tokens: Facts
-) -> dict[str, Any]:
-    """Return the arguments that the three kernels share. ``maps``: K, U and V are read by tensor maps, if in pairs."""
-    (kv_heads, _, d_e, head_dim), maps = k.shape, config.paired and maps
-    heads, subnets, whole = q.shape[-2], k.shape[1], d_e % config.inter == 0
-    return dict(
-        T=token_count(q), H=heads, E=subnets, d_e=d_e, GROUP=heads // kv_heads, D=head_dim, BD=width(head_dim, config),
-        BT=config.tokens, BI=config.inter, EVEN=whole, PAIRED=config.paired, DESCRIPTORS=maps,
-        SWAPPED=maps and swapped, ACTIVATION=activation, RECIPROCAL=not INTERPRETED,
-        BY_BLOCKS=q.dtype == torch.float32, **addressing(q=q, r=r, **tokens),
-    )  # fmt: skip
-
-
 @functools.lru_cache(PLANS)
-def forward_plan(
-    q: Facts, k: Facts, where: Place, r: Facts | None, activation: str, device: torch.device, config: Config | None
-) -> Plan:
-    tokens, heads, (_, subnets, subnet_dim, _) = token_count(q), q.shape[-2], k.shape
-    config = block_shape("forward_few" if tokens <= FEW else "forward", q, k, device, config)
+def plan(
+    kernel: str, q: Facts, k: Facts, r: Facts | None, where: Place, activation: str, out: torch.dtype,
+    device: torch.device, config: Config | None, g: Facts | None = None, by_maps: bool = False,
+) -> Plan:  # fmt: skip
+    """Return a launch of one of the three kernels. ``by_maps``: weight_grads reads q and grad_out by tensor maps."""
+    tokens, heads, (kv_heads, subnets, subnet_dim, head_dim) = token_count(q), q.shape[-2], k.shape
+    few = "_few" if kernel == "forward" and tokens <= FEW else ""
+    config = block_shape(kernel + few, q, k, device, config)
     blocks, tiles = triton.cdiv(tokens, config.tokens), triton.cdiv(subnet_dim, config.inter)
-    splits = shares(blocks * heads, device, config, most=subnets * tiles)
-    arguments = _arguments(q, k, r, config, activation, where.maps, where.swapped)
-    grid = blocks, heads, splits
-    return Plan(kernels.forward_kernel, device, grid, config, splits=splits, BEHIND=config.behind, **arguments)
+    own = {"BEHIND": config.behind} if kernel == "forward" else addressing(g=g)
+    if kernel == "weight_grads":
+        programs = subnets * tiles, kv_heads
+        share, splits = in_shares(tokens, math.prod(programs), device, config, most=max(1, tokens // MIN_SHARE))
+        own |= {"share_tokens": share, "TOKEN_DESCRIPTORS": by_maps}
+    else:
+        programs = blocks, heads
+        splits = shares(blocks * heads, device, config, most=subnets * tiles if kernel == "forward" else subnets)
+        own["splits"] = splits
+    maps = config.paired and where.maps
+    return Plan(
+        getattr(kernels, f"{kernel}_kernel"), device, (*programs, splits), config, T=tokens, H=heads, E=subnets,
+        d_e=subnet_dim, GROUP=heads // kv_heads, D=head_dim, BD=width(head_dim, config), BT=config.tokens,
+        BI=config.inter, EVEN=subnet_dim % config.inter == 0, PAIRED=config.paired, DESCRIPTORS=maps,
+        SWAPPED=maps and where.swapped, ACTIVATION=activation, RECIPROCAL=not INTERPRETED,
+        BY_BLOCKS=q.dtype == torch.float32, **own, **addressing(q=q, r=r),
+    )  # fmt: skip
 
 
 def forward(
@@ -260,10 +264,11 @@ def forward(
 ) -> Tensor:  # fmt: skip
     """Return S. ``config``: another block shape than the table's, to be timed."""
     with launching(q.device):
-        plan = forward_plan(facts(q), facts(k), place(k, u, v), facts(r), activation, q.device, config)
-        out = shares_of(plan, q, q.dtype)
-        plan.start(q, *_pair(plan, k, u, v), r, out)
-        return total(out, plan, q.dtype)
+        where = place(k, u, v)
+        planned = plan("forward", facts(q), facts(k), facts(r), where, activation, q.dtype, q.device, config)
+        out = shares_of(planned, q, q.dtype)
+        planned.start(q, *_pair(planned, k, u, v), r, out)
+        return total(out, planned, q.dtype)
 
 
 def shares_of(plan: Plan, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -294,20 +299,6 @@ def add_shares(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@functools.lru_cache(PLANS)
-def token_grads_plan(
-    grad_out: Facts, q: Facts, k: Facts, where: Place, r: Facts | None, settings: Settings, dq_dtype: torch.dtype,
-    device: torch.device, config: Config | None,
-) -> Plan:  # fmt: skip
-    config = block_shape("token_grads", q, k, device, config)
-    blocks, heads = triton.cdiv(token_count(q), config.tokens), q.shape[-2]
-    splits = shares(blocks * heads, device, config, most=k.shape[1])
-    # a swapped pair gives dq's sum another order
-    maps = where.maps and not (settings.deterministic and where.swapped)
-    arguments = _arguments(q, k, r, config, settings.activation, maps, where.swapped, g=grad_out)
-    return Plan(kernels.token_grads_kernel, device, (blocks, heads, splits), config, splits=splits, **arguments)
-
-
 def token_grads(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings,
     dq_dtype: torch.dtype, config: Config | None = None,
@@ -316,27 +307,15 @@ def token_grads(
     if not settings.needs[0]:
         return q.new_empty(0), q.new_empty(0)
     with launching(q.device):
-        like = facts(grad_out), facts(q), facts(k), place(k, u, v), facts(r)
-        plan = token_grads_plan(*like, settings, dq_dtype, q.device, config)
+        like, where = (facts(q), facts(k), facts(r)), place(k, u, v)
+        if settings.deterministic and where.swapped:
+            where = Place(where.aligned)  # a swapped pair gives dq's sum another order
+        grad, activation = facts(grad_out), settings.activation
+        planned = plan("token_grads", *like, where, activation, dq_dtype, q.device, config, grad)
         dr = None if r is None else torch.empty(r.shape, dtype=r.dtype, device=r.device)
-        dq = shares_of(plan, q, dq_dtype)
-        plan.start(grad_out, q, *_pair(plan, k, u, v), r, dq, dr)
-        return total(dq, plan, dq_dtype), q.new_empty(0) if dr is None else dr
-
-
-@functools.lru_cache(PLANS)
-def weight_grads_plan(
-    grad_out: Facts, q: Facts, k: Facts, where: Place, r: Facts | None, activation: str, device: torch.device,
-    by_maps: bool, config: Config,
-) -> Plan:  # fmt: skip
-    tokens, (kv_heads, subnets, subnet_dim, _) = token_count(q), k.shape
-    tiles = subnets * triton.cdiv(subnet_dim, config.inter)
-    share, splits = in_shares(tokens, tiles * kv_heads, device, config, most=max(1, tokens // MIN_SHARE))
-    arguments = _arguments(q, k, r, config, activation, where.maps, where.swapped, g=grad_out)
-    return Plan(
-        kernels.weight_grads_kernel, device, (tiles, kv_heads, splits), config, share_tokens=share,
-        TOKEN_DESCRIPTORS=by_maps, **arguments,
-    )  # fmt: skip
+        dq = shares_of(planned, q, dq_dtype)
+        planned.start(grad_out, q, *_pair(planned, k, u, v), r, dq, dr)
+        return total(dq, planned, dq_dtype), q.new_empty(0) if dr is None else dr
 
 
 def weight_grads(
@@ -345,20 +324,19 @@ def weight_grads(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dk, du, dv) in k's dtype."""
     with launching(q.device):
-        like, where = (facts(grad_out), facts(q), facts(k)), place(k, u, v)
-        config = block_shape("weight_grads", *like[1:], q.device, config)
-        tokens, by_maps = (grad_out, q), False
+        like, where, maps = (facts(q), facts(k), facts(r)), place(k, u, v), (None, None)
+        config = block_shape("weight_grads", *like[:2], q.device, config)
         if config.paired and where.maps:
             block = [config.tokens, triton.next_power_of_2(q.shape[-1])]
             maps = _token_map(grad_out, block), _token_map(q, block)
-            if by_maps := None not in maps:
-                tokens = maps
-        plan = weight_grads_plan(*like, where, facts(r), activation, q.device, by_maps, config)
-        splits = plan.grid[2]
+        by_maps = None not in maps
+        grad = facts(grad_out)
+        planned = plan("weight_grads", *like, where, activation, k.dtype, q.device, config, grad, by_maps)
+        splits = planned.grid[2]
         if splits > 1:
             dk, du, dv = parts = torch.empty((3, splits, *k.shape), dtype=torch.float32, device=k.device)
         else:
             dk, du, dv = torch.empty_like(k), torch.empty_like(k), torch.empty_like(k)
-        pair = (du, dk) if plan.arguments["SWAPPED"] else (dk, du)
-        plan.start(*tokens, *_pair(plan, k, u, v), r, *pair, dv)
+        pair = (du, dk) if planned.arguments["SWAPPED"] else (dk, du)
+        planned.start(*(maps if by_maps else (grad_out, q)), *_pair(planned, k, u, v), r, *pair, dv)
         return (dk, du, dv) if splits == 1 else tuple(add_shares(parts, k.dtype))
