@@ -8,7 +8,7 @@ _LM = (
     "accelerate", "datasets", "huggingface_hub", "matplotlib", "numpy", "pyarrow", "safetensors", "tokenizers", "tqdm",
     "transformers",
 )  # fmt: skip
-EXTRA_OF = {**dict.fromkeys(_LM, "lm"), "lm_eval": "eval", "spmd_types": "titan", "torchtitan": "titan"}
+EXTRA_OF = {**dict.fromkeys(_LM, "lm"), "spmd_types": "titan", "torchtitan": "titan"}
 
 
 def advice(user: str, module: str | None) -> str | None:

@@ -25,18 +25,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
 
     def error(self, message: str) -> typing.NoReturn:
-        raise OptionError(f"{message}; {self.prog} --help lists the options")
+        raise OptionError(f"{message}; {self.prog} --help says what there is")
 
 
 def one_path(path: str | os.PathLike) -> str:
     """Return the one spelling of a path: absolute, and without ``~``, ``..`` and symbolic links."""
     return os.path.realpath(os.path.expanduser(path))
-
-
-def positive_integer(text: str) -> int:
-    if not (text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 on")
-    return int(text)
 
 
 def assignment(text: str) -> tuple[str, str]:

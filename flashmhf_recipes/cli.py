@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import json
 import os
 import shlex
 import signal
@@ -15,7 +14,7 @@ import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from .arguments import Parser, add_options, chosen_device, one_path, parsed, positive_integer
+from .arguments import Parser, add_options, chosen_device, one_path, parsed
 from .errors import OptionError, TrainingError
 
 STARTED = time.monotonic()  # before torch is imported
@@ -91,11 +90,6 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto (a CUDA GPU where there is one), cpu, cuda, cuda:1, …")
 
 
-def _writable(path: Path) -> bool:
-    """Return whether ``path`` can be written, or made in an existing directory."""
-    return os.access(path, os.W_OK) if path.exists() else path.parent.is_dir() and os.access(path.parent, os.W_OK)
-
-
 # What this machine has and does
 
 
@@ -116,15 +110,7 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
 
     parser.add_argument("--version", action="version", version=f"flashmhf {flashmhf.__version__}")
     _add_device(parser)
-    args, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        late = COMMANDS.keys() & set(unknown)
-        place = "options come after the command" if late else f"commands: {', '.join(COMMANDS)}"
-        raise OptionError(f"{unknown[0]} is not an option or a command; {place}")
-    picture = Path("flashmhf_report.png")
-    if not _writable(picture.parent) or not _writable(picture):
-        raise OptionError(f"{picture} cannot be written in {Path.cwd()}")
-    setting = speed.setting_of(chosen_device(args.device))
+    setting, picture = speed.setting_of(chosen_device(parser.parse_args(arguments).device)), Path("flashmhf_report.png")
     accuracies = _collected(accuracy.check(setting.device), "check against float64")
     measurements = _collected(speed.compare(setting), "time and memory")
     drawn = report.picture(picture, setting, measurements)
@@ -252,48 +238,21 @@ def _load(args: argparse.Namespace):
 
 
 def _eval(parser: Parser, arguments: list[str]) -> int:
-    from flashmhf.models.record import is_fp8
-
     from . import evaluation
 
     _add_model(parser)
     add = parser.add_argument
-    add("--data", nargs="+", metavar="PATH", help="held-out text, JSON-lines and Parquet files, or directories")
+    add("--data", nargs="+", required=True, metavar="PATH", help="held-out text, JSON-lines, Parquet; or directories")
     add("--text-field", default="text")
-    add("--window", type=positive_integer, help="tokens of a window (the model's positions)")
-    add("--stride", type=positive_integer, help="tokens it advances by (half a window)")
-    add("--tasks", nargs="+", metavar="TASK", help="lm-eval tasks; 'paper' stands for the paper's six")
-    add("--include-path", metavar="DIR", type=one_path, help="further tasks in lm-eval's format")
-    add("--batch", type=positive_integer, default=4, help="windows or requests at once (4)")
-    add("--json", metavar="FILE", type=os.path.expanduser, help="write the figures there, too")
+    add("--window", type=int, help="tokens of a window (the model's positions)")
+    add("--stride", type=int, help="tokens it advances by (half a window)")
+    add("--batch", type=int, default=4, help="windows at once (4)")
     args = parser.parse_args(arguments)
-    if not (args.data or args.tasks):
-        raise OptionError("give --data, --tasks or both")
-    if args.json and (Path(args.json).is_dir() or not _writable(Path(args.json))):
-        raise OptionError(f"--json is {args.json!r}; it must name a file that can be written")
-    tasks = tuple(name for t in args.tasks or () for name in (evaluation.PAPER_TASKS if t == "paper" else (t,)))
-    if tasks:
-        evaluation.task_manager(tasks, args.include_path)
-    model, tokenizer = _load(args)
-    figures: dict[str, object] = {"model": args.model, "fp8": is_fp8(model)}
-    if args.data:
-        settings = {name: getattr(args, name) for name in ("window", "stride", "batch", "text_field")}
-        found = evaluation.held_out_loss(model, tokenizer, args.data, bar=sys.stderr.isatty(), **settings)
-        left_out = "".join(f"; left out: {count:,} {what}" for what, count in sorted(found.left_out.items()))
-        print(f"{found.documents:,} documents, {found.tokens:,} tokens{left_out}")
-        print(f"loss {found.loss:.4f} nats/token, perplexity {found.perplexity:.3f}, ", end="")
-        print(f"{found.bits_per_byte:.4f} bits/byte")
-        figures["held_out"] = vars(found)
-    if tasks:
-        found = evaluation.task_scores(model, tokenizer, tasks, include_path=args.include_path, batch=args.batch)
-        figures["tasks"], average = found
-        for task, values in figures["tasks"].items():
-            print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
-        if average is not None:
-            print(f"average acc: {average:.4f}")
-    if args.json:
-        valid = json.loads(json.dumps(figures), parse_constant=lambda _: None)  # JSON has no NaN and no infinity
-        Path(args.json).write_text(json.dumps(valid, indent=1) + "\n", "utf-8")
+    settings = {name: getattr(args, name) for name in ("window", "stride", "batch", "text_field")}
+    found = evaluation.held_out_loss(*_load(args), args.data, bar=sys.stderr.isatty(), **settings)
+    left_out = "".join(f"; left out: {count:,} {what}" for what, count in sorted(found.left_out.items()))
+    print(f"{found.documents:,} documents, {found.tokens:,} tokens{left_out}")
+    print(f"loss {found.loss:.4f} nats/token, perplexity {found.perplexity:.3f}, {found.bits_per_byte:.4f} bits/byte")
     return 0
 
 
@@ -303,7 +262,7 @@ def _generate(parser: Parser, arguments: list[str]) -> int:
     _add_model(parser)
     add = parser.add_argument
     add("prompt", nargs="?", default="", help="'-' reads it from standard input")
-    add("--max-new-tokens", type=positive_integer, default=100)
+    add("--max-new-tokens", type=int, default=100)
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     add("--top-p", type=float, default=0.95)
     add("--seed", type=int)
@@ -339,7 +298,10 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser, list[str]], int]]] = {
     "info": ("List the back ends and say why any of them cannot be used.", _info),
     "check": ("Print the errors of forward and gradients against float64.", _check),
     "train": ("Train a language model. transformers' Trainer runs it under the paper's settings.", _train),
-    "eval": ("Measure the held-out loss of a model on local text, and tasks through lm-eval.", _eval),
+    "eval": (
+        "Measure the held-out loss of a model on local text. lm-eval, for tasks, loads it by itself.",
+        _eval,
+    ),
     "generate": ("Continue a prompt with a trained model.", _generate),
     "quantize": ("Write a model with its FlashMHF networks in FP8. eval and generate load it.", _quantize),
 }

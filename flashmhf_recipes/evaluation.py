@@ -1,17 +1,14 @@
-"""Held-out loss with a sliding window, and the paper's six tasks through lm-eval."""
+"""Held-out loss with a sliding window. lm-eval loads saved models by itself (docs/tutorials/train.md)."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
-from traceback import walk_tb
 
 import numpy as np
 import torch
@@ -22,9 +19,6 @@ from .data import Documents, encode
 from .documents import find_files, read
 from .errors import DataError, OptionError
 from .pretrained import positions
-
-# lm-eval's names of the paper's tasks: HellaSwag, SIQA, PIQA, OBQA, WinoGrande, RACE.
-PAPER_TASKS = ("hellaswag", "social_iqa", "piqa", "openbookqa", "winogrande", "race")
 
 
 @dataclass
@@ -97,56 +91,3 @@ def _spans(tokens: int, window: int, stride: int) -> list[tuple[int, int, int]]:
     """Return (start, end, tokens scored at the end) of the windows over a sequence."""
     ends = [*range(min(window, tokens), tokens, stride), tokens]
     return [(max(0, end - window), end, end - before) for before, end in pairwise([1, *ends]) if end > before]
-
-
-@lru_cache
-def task_manager(tasks: tuple[str, ...], include_path: str | None = None):
-    """Return lm-eval's index, of thousands of files. Raises for what :func:`task_scores` refuses, before any work."""
-    from lm_eval.tasks import TaskManager, get_task_dict
-
-    with _lm_eval(f"include_path {include_path!r}"):
-        manager = TaskManager(include_path=include_path)
-    if unknown := [task for task in tasks if task not in manager.all_tasks]:
-        raise OptionError(f"lm-eval has no tasks {unknown}; local ones are found through include_path")
-    for task in dict.fromkeys(tasks):
-        with _lm_eval(f"task {task!r}"):
-            get_task_dict([task], manager)  # its data set, which may need a network, a package or a login
-    return manager
-
-
-@contextmanager
-def _lm_eval(what: str) -> Iterator[None]:
-    """Raise DataError for what lm-eval, data sets and templates raise, but let pass what comes from within a model."""
-    try:
-        yield
-    except Exception as error:  # whatever their parsers do
-        if any(frame.f_globals["__name__"].startswith("torch.nn") for frame, _ in walk_tb(error.__traceback__)):
-            raise
-        message = " ".join(str(error).split())
-        raise DataError(f"lm-eval cannot take {what}: {type(error).__name__}: {message}") from error
-
-
-def task_scores(
-    model: PreTrainedModel, tokenizer, tasks: str | Iterable[str] = PAPER_TASKS, *, include_path: str | None = None,
-    batch: int = 16,
-) -> tuple[dict[str, dict[str, float]], float | None]:  # fmt: skip
-    """Return the metrics of lm-eval's and local tasks, and the mean accuracy, None for fewer than two; a tag stands for
-    its tasks. Raises ImportError without the extra flashmhf[eval], OptionError and DataError for tasks."""
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-
-    manager = task_manager(tasks := (tasks,) if isinstance(tasks, str) else tuple(tasks), include_path)
-    tags = {task: manager.task_index[task] for task in tasks if task in manager.all_tags}
-    # dictionaries up to lm-eval 0.4.9
-    members = {tag: entry["task"] if isinstance(entry, dict) else sorted(entry.tags) for tag, entry in tags.items()}
-    tasks = list(dict.fromkeys(name for task in tasks for name in members.get(task, [task])))
-    settings = {"batch_size": batch, "max_length": positions(model), "add_bos_token": False}
-    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, **settings)
-    with _lm_eval(f"the tasks {', '.join(tasks)}"):
-        found = simple_evaluate(model=wrapped, tasks=tasks, task_manager=manager, bootstrap_iters=0)
-    scores = {}
-    for task, values in found["results"].items():
-        named = {name: value for name, value in values.items() if isinstance(value, int | float) and "," in name}
-        scores[task] = {name.removesuffix(",none"): value for name, value in named.items() if "stderr" not in name}
-    accuracies = [scores[task]["acc"] for task in tasks if "acc" in scores.get(task, ())]
-    return scores, fmean(accuracies) if len(accuracies) > 1 else None

@@ -1,4 +1,4 @@
-"""Held-out loss, tasks through lm-eval, generation, and the three commands."""
+"""Held-out loss, generation, and their commands; lm-eval loads what they leave."""
 
 import copy
 import io
@@ -23,7 +23,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from flashmhf.models import FFN_TYPES, generation
 from flashmhf_recipes import cli, evaluation, pretrained
-from flashmhf_recipes.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,6 +89,7 @@ def test_held_out_refusals(trained, text, tmp_path):
     for case, path, settings, message in (
         (model, text, {"window": 1}, "window is 1; it must be at least 2 and at most the model's 128"),
         (model, text, {"window": 64, "stride": 64}, "stride is 64; it must be at least 1 and below the window of 64"),
+        (model, text, {"batch": 0}, "batch is 0; it must be at least 1"),
         (broken, text, {}, "the model's loss is nan: its weights are damaged"),
         (model, tmp_path, {}, "no text is left to evaluate on.*documents without text"),
     ):
@@ -224,69 +224,26 @@ def test_streaming_prints_as_tokens_come(runs, monkeypatch):
 
 
 @pytest.mark.slow
-def test_eval_command_with_tasks_and_json(runs, text, tmp_path, monkeypatch, capsys):
-    """The harness's own log-likelihoods on our model, without a network; lm-eval knows the paper's tasks. A local task
-    in lm-eval's own format: which continuation the training text had."""
-    pytest.importorskip("lm_eval")
+def test_lm_eval_loads_what_a_run_and_quantize_leave(runs, tmp_path):
+    """By transformers and the file that the configuration names. A task in its own format: which continuation the
+    training text had."""
+    lm_eval = pytest.importorskip("lm_eval")
+    tasks = pytest.importorskip("lm_eval.tasks")
     rows = [{"question": "the head mixes what each", "choices": ["sub", "xqz"], "answer": 0} for _ in range(4)]
     rows.append({"question": "each sub network finds and", "choices": ["QQQQ", "the"], "answer": 1})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {"task": "tiny_choice", "output_type": "multiple_choice", "metadata": {"version": 1.0}}
-    task |= {"dataset_path": "json", "test_split": "test"}
+    task = {"task": "choice", "output_type": "multiple_choice", "dataset_path": "json", "test_split": "test"}
     task["dataset_kwargs"] = {"data_files": {"test": str(tmp_path / "rows.jsonl")}}
     task |= {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}", "doc_to_choice": "{{choices}}"}
-    task["metric_list"] = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
-    task["tag"] = ["three"]
-    wrong = {"doc_to_target": "{{1 - answer}}"}
-    group = {"group": "two_wrong", "task": ["wrong", "wrong_too"], "metadata": {"version": 1.0}}
-    group["aggregate_metric_list"] = [{"metric": "acc"}]
-    for i, config in enumerate((task, task | wrong | {"task": "wrong"}, task | wrong | {"task": "wrong_too"}, group)):
-        (tmp_path / f"{i}.yaml").write_text(json.dumps(config))  # which is YAML, too
-    figures = tmp_path / "figures.json"
-    monkeypatch.setattr(math, "exp", lambda _: math.inf)  # the perplexity of a model with very large logits
-    model = ["--model", str(runs["swiglu"]), "--device", "cpu", "--include-path", str(tmp_path)]
-    command = ["eval", *model, "--data", str(text), "--window", "64", "--json", str(figures), "--tasks"]
-    assert cli.main([*command, "tiny_choice", "two_wrong", "tiny_choice"]) == 0  # one that is named twice counts once
-    written = json.loads(figures.read_text(), parse_constant=pytest.fail)  # NaN and Infinity are no JSON
-    assert written["tasks"]["tiny_choice"]["acc"] == 1.0 and written["held_out"]["perplexity"] is None
-    out = capsys.readouterr().out
-    assert 0 < written["held_out"]["loss"] < 4 and "tiny_choice: acc 1.0000" in out
-    assert "average acc: 0.5000" in out  # the group is one of two, its members do not count besides
-    assert cli.main([*command, "tiny_choice", "three"]) == 0
-    assert "average acc: 0.3333" in capsys.readouterr().out  # a tag stands for its tasks
-    assert cli.main([*command, "paper", "tiny_chioce"]) == 2
-    captured = capsys.readouterr()  # before the model is loaded and evaluated
-    assert "lm-eval has no tasks ['tiny_chioce']" in captured.err and not captured.out
-
-
-@pytest.mark.slow
-def test_tasks_that_lm_eval_cannot_take(trained, tmp_path, capsys):
-    """One line that names the task, before a model is loaded where that is possible; an error of a model is one."""
-    pytest.importorskip("lm_eval")
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "old.py").write_text("import datasets\n")
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "the"}) + "\n")
-    task = {"output_type": "multiple_choice", "test_split": "train", "doc_to_text": "{{question}}", "doc_to_target": 0}
-    task |= {"doc_to_choice": ["a", "b"], "metric_list": [{"metric": "acc"}]}
-    files = {"dataset_path": "json", "dataset_kwargs": {"data_files": str(tmp_path / "rows.jsonl")}}
-    for config in (
-        {"task": "scripted", "dataset_path": str(tmp_path / "old")},
-        {"task": "template", "doc_to_choice": "{{nothing.there}}"} | files,
-        {"task": "fine"} | files,
-    ):
-        (tmp_path / f"{config['task']}.yaml").write_text(json.dumps(task | config))
-    command = f"eval --model ./nothing --device cpu --include-path {tmp_path} --tasks scripted".split()
-    assert cli.main(command) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith(
-        "flashmhf: error: lm-eval cannot take task 'scripted': RuntimeError: Dataset scripts are no"
-    )
-    with pytest.raises(DataError, match="lm-eval cannot take .*template"):
-        evaluation.task_scores(*trained, "template", include_path=str(tmp_path))
-    hook = trained[0].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        evaluation.task_scores(*trained, "fine", include_path=str(tmp_path))
-    hook.remove()
+    (tmp_path / "choice.yaml").write_text(json.dumps(task))  # which is YAML, too
+    manager = tasks.TaskManager(include_path=str(tmp_path), include_defaults=False)
+    assert cli.main(["quantize", "--model", str(runs["flashmhf"]), "--output", str(tmp_path / "fp8")]) == 0
+    for model in (runs["flashmhf"], tmp_path / "fp8"):
+        given = dict(
+            model="hf", model_args=f"pretrained={model},trust_remote_code=True", tasks=["choice"], device="cpu"
+        )
+        found = lm_eval.simple_evaluate(**given, tasks=["choice"], task_manager=manager, bootstrap_iters=0)
+        assert found["results"]["choice"]["acc,none"] == 1.0
 
 
 @pytest.mark.parametrize("ffn", FFN_TYPES)

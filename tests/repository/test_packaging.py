@@ -182,7 +182,6 @@ def test_setup_parses_without_torch(tmp_path):
 
 OPTIONAL = (
     "numpy", "tqdm", "matplotlib", "triton", "transformers", "accelerate", "datasets", "tokenizers", "safetensors",
-    "lm_eval",
 )  # fmt: skip
 SECONDS = 0.5  # CPU time of `import flashmhf` after torch; 0.03 s where it was measured
 
@@ -210,7 +209,7 @@ print(json.dumps([seconds, sorted({name.partition(".")[0] for name in set(sys.mo
 COMMANDS = {  # the command, and the extra that it needs
     "check --device cpu --backend eager": None,
     "train --output run --data text.txt": "lm",
-    "eval --model run --tasks paper": "lm",
+    "eval --model run --data text.txt": "lm",
     "generate --model run": "lm",
 }
 
