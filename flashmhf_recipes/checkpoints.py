@@ -63,6 +63,16 @@ def write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+@contextmanager
+def whole(directory: Path) -> Iterator[Path]:
+    """Give a directory to fill, which gets its name when the block has ended; a kill leaves no half of it."""
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True, exist_ok=True)
+    yield partial
+    partial.rename(directory)
+
+
 def save_pretrained(directory: str | Path, model: PreTrainedModel, tokenizer, **settings: object) -> None:
     """Write the model and its tokenizer, every file with the permissions that the umask leaves."""
     model.save_pretrained(directory, **settings)

@@ -117,10 +117,6 @@ def _everything(parser: Parser, arguments: list[str]) -> int:
     found = setting, accuracies, measurements
     print(report.table(*found), report.meaning(*found), sep="\n\n")
     print(f"\n{f'picture: {picture.resolve()}; ' if drawn else ''}this took {time.monotonic() - STARTED:.0f} s")
-    return _verdict(accuracies)
-
-
-def _verdict(accuracies: list) -> int:
     if failed := [a for a in accuracies if not a.passed]:
         print(f"flashmhf: error: {len(failed)} of {len(accuracies)} checks against float64 failed", file=sys.stderr)
     return 1 if failed else 0
@@ -134,30 +130,11 @@ def _info(parser: Parser, arguments: list[str]) -> int:
     return 0
 
 
-def _check(parser: Parser, arguments: list[str]) -> int:
-    import torch
-
-    from flashmhf import backends
-
-    from .first_run import accuracy, report
-
-    _add_device(parser)
-    parser.add_argument("--backend", choices=tuple(backends.BACKENDS), help="the only one to check (every usable one)")
-    args = parser.parse_args(arguments)
-    device = chosen_device(args.device)
-    accuracies = _collected(accuracy.check(device, args.backend), "check against float64")
-    if not accuracies:
-        reason = backends.BACKENDS[args.backend].why_not(device, torch.float32, d_h=128, d_e=384)
-        raise OptionError(f"back end {args.backend} cannot run: {reason}")
-    print(report.check_table(accuracies))
-    return _verdict(accuracies)
-
-
 # Language models
 
 EXAMPLES = """\
 presets: FFN-SCALE, with FFN one of {ffns}; flashmhf-SCALE-dh64 and flashmhf-SCALE-dh256 of the paper's
-scales with other head dimensions. A scale sets the defaults:
+scales with other head dimensions. SCALE alone is flashmhf-SCALE. A scale sets the defaults:
 
   scale  d_model  vocabulary  length  batch    steps  learning rate
 {scales}
@@ -296,7 +273,6 @@ def _quantize(parser: Parser, arguments: list[str]) -> int:
 
 COMMANDS: dict[str, tuple[str, Callable[[Parser, list[str]], int]]] = {
     "info": ("List the back ends and say why any of them cannot be used.", _info),
-    "check": ("Print the errors of forward and gradients against float64.", _check),
     "train": ("Train a language model. transformers' Trainer runs it under the paper's settings.", _train),
     "eval": (
         "Measure the held-out loss of a model on local text. lm-eval, for tasks, loads it by itself.",

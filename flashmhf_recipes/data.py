@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -17,13 +16,12 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from .checkpoints import sync
-from .documents import check_column, find_files, read, text_of
+from .documents import find_files, read
 from .errors import DataError
 from .tokenizer import token_numbers
 
 # characters tokenised as one text, and such texts at once: bounds memory for documents of any size
 PIECE, GROUP = 1 << 16, 256
-BUFFERED_RECORDS = 10_000  # of a streamed data set, from which the next record is drawn at random
 TOKENS, MANIFEST = "tokens.bin", "manifest.json"
 
 
@@ -31,13 +29,13 @@ TOKENS, MANIFEST = "tokens.bin", "manifest.json"
 class Documents:
     """Texts in the order in which a run takes them, and what there is to say of them."""
 
-    records: Callable[[], Iterable[dict]]  # called once for the tokenizer and once for the tokens
+    records: Iterable[dict]  # of a run, walked once for the tokenizer and once for the tokens
     origin: str  # what the records are
     left_out: Counter  # what was not read; documents without text are counted while they are read
 
     def __iter__(self) -> Iterator[str]:
         self.left_out["documents without text"] = 0
-        for record in self.records():
+        for record in self.records:
             if (record["text"] or "").strip():
                 yield record["text"]
             else:
@@ -63,30 +61,7 @@ def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, 
         causes = (error, error.__cause__, getattr(error.__cause__, "__cause__", None))
         raise next((cause for cause in causes if isinstance(cause, DataError | OSError)), error) from None
     origin = f"read {len(files):,} files, {len(table):,} documents, in an order drawn with seed {seed}"
-    shuffled = table.shuffle(seed=seed)
-    return Documents(lambda: shuffled, origin, left_out)
-
-
-def hosted(name: str, split: str, text_field: str, seed: int) -> Documents:
-    """Return a data set by "name" or "name:config", streamed and shuffled. Raises DataError, also while iterated."""
-    next(_streamed(name, split, text_field, None), None)  # before a buffer of records is read
-    return Documents(partial(_streamed, name, split, text_field, seed), f"read data set {name}", Counter())
-
-
-def _streamed(name: str, split: str, text_field: str, seed: int | None) -> Iterator[dict[str, str]]:
-    """Yield the records of a data set, shuffled unless ``seed`` is None."""
-    import datasets
-
-    path, _, config = name.partition(":")
-    try:
-        stream = datasets.load_dataset(path, config or None, split=split, streaming=True)
-        if seed is not None:
-            stream = stream.shuffle(seed=seed, buffer_size=BUFFERED_RECORDS)
-        for record in stream:
-            check_column(text_field, record)
-            yield {"text": text_of(record[text_field], text_field)}
-    except Exception as error:  # the library raises whatever its parsers do
-        raise DataError(f"data set {name!r} cannot be read: {' '.join(str(error).split())}") from error
+    return Documents(table.shuffle(seed=seed), origin, left_out)
 
 
 def encode(texts: Iterable[str], tokenizer) -> Iterator[np.ndarray]:

@@ -66,12 +66,12 @@ def read(files: Iterable[Path], text_field: str = "text") -> Iterator[dict[str, 
     for path in files:
         try:
             for value in reader(path)(path, text_field):
-                yield {"text": text_of(value, text_field)}
+                yield {"text": _text_of(value, text_field)}
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def text_of(value: object, field: str) -> str:
+def _text_of(value: object, field: str) -> str:
     """Return a record's text, "" for None and for text that no tokenizer takes. Raises ValueError for other types."""
     if isinstance(value, bytes):  # Impala and old versions of Spark write text so
         value = value.decode("utf-8")
@@ -80,7 +80,7 @@ def text_of(value: object, field: str) -> str:
     return value if value and not _UNPAIRED_SURROGATE.search(value) else ""
 
 
-def check_column(field: str, names: Iterable[str]) -> None:
+def _check_column(field: str, names: Iterable[str]) -> None:
     """Raise ValueError, with the columns that there are, unless ``field`` is one of them, and once."""
     if (found := list(names).count(field)) != 1:
         what = f"{found} columns" if found else "no column"
@@ -110,7 +110,7 @@ def _json_lines(path: Path, text_field: str) -> Iterator[object]:
             names |= dict.fromkeys(record)
             yield record.get(text_field)
     if names:  # a field that no record has is a mistake; one that some do not have is a document without text
-        check_column(text_field, names)
+        _check_column(text_field, names)
 
 
 def _opened(path: Path) -> TextIO:
@@ -126,7 +126,7 @@ def _parquet(path: Path, text_field: str) -> Iterator[object]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
-        check_column(text_field, file.schema_arrow.names)
+        _check_column(text_field, file.schema_arrow.names)
         for batch in file.iter_batches(1024, columns=[text_field]):
             yield from batch.column(0).to_pylist()
 

@@ -9,6 +9,12 @@ class OptionError(ValueError):
     """An option, or several together, that a command or a run cannot have."""
 
 
+def refuse(wrong: object, message: str) -> None:
+    """Raise OptionError if something is ``wrong``. A message names the option, what it got and what is supported."""
+    if wrong:
+        raise OptionError(message)
+
+
 class DataError(ValueError):
     """The data cannot be trained or evaluated on; the message names the file."""
 

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 
 from .data import Documents, encode
 from .documents import find_files, read
-from .errors import DataError, OptionError
+from .errors import DataError, refuse
 from .pretrained import positions
 
 
@@ -43,18 +42,14 @@ def held_out_loss(
     """
     limit = positions(model)
     window = limit if window is None else window
-    if window is None:
-        raise OptionError("give window: the model's configuration has no maximum")
+    refuse(window is None, "give window: the model's configuration has no maximum")
     stride = max(1, window // 2) if stride is None else stride
-    if not 2 <= window <= (limit or window):
-        most = f" and at most the model's {limit} positions" if limit else ""
-        raise OptionError(f"window is {window}; it must be at least 2{most}")
-    if not 1 <= stride < window:
-        raise OptionError(f"stride is {stride}; it must be at least 1 and below the window of {window}")
-    if batch < 1:
-        raise OptionError(f"batch is {batch}; it must be at least 1")
+    most = f" and at most the model's {limit} positions" if limit else ""
+    refuse(not 2 <= window <= (limit or window), f"window is {window}; it must be at least 2{most}")
+    refuse(not 1 <= stride < window, f"stride is {stride}; it must be at least 1 and below the window of {window}")
+    refuse(batch < 1, f"batch is {batch}; it must be at least 1")
     files, left_out = find_files(paths)
-    documents = Documents(partial(read, files, text_field), f"read {len(files):,} files", left_out)
+    documents = Documents(read(files, text_field), f"read {len(files):,} files", left_out)
     nats, tokens, size, count = 0.0, 0, 0, 0
     with tqdm(desc="evaluating", unit="token", unit_scale=True, disable=not bar) as progress:
         for text in documents:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from flashmhf.distributed import parallelize, plan, shard_placement
 
-from .errors import OptionError
+from .errors import OptionError, refuse
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,12 @@ class Layout:
 def layout_of(tp: int | None, dp_shard: int | None, processes: int) -> Layout:
     """Return the layout, by default unsharded, or, with ``tp``, sharded over all. Raises OptionError for others."""
     tp = tp or 1
-    if processes % tp:
-        raise OptionError(f"tp is {tp}; it must divide the {processes} processes")
-    if dp_shard is None:
-        dp_shard = processes // tp if tp > 1 else 1
-    if processes // tp % dp_shard:
-        raise OptionError(f"dp_shard is {dp_shard}; it must divide the {processes // tp} groups of tp processes")
-    if tp > 1 and dp_shard == 1 and processes > tp:
-        raise OptionError(f"dp_shard is 1 with tp = {tp} on {processes} processes; shard over more")
+    refuse(processes % tp, f"tp is {tp}; it must divide the {processes} processes")
+    groups = processes // tp
+    dp_shard = dp_shard or (groups if tp > 1 else 1)
+    refuse(groups % dp_shard, f"dp_shard is {dp_shard}; it must divide the {groups} groups of tp processes")
+    whole = tp > 1 and dp_shard == 1 and groups > 1
+    refuse(whole, f"dp_shard is 1 with tp = {tp} on {processes} processes; shard over more")
     return Layout(processes // (tp * dp_shard), dp_shard, tp)
 
 

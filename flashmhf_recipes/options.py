@@ -9,7 +9,7 @@ import math
 import os
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -20,12 +20,12 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 
-from flashmhf.models.configuration import FFN_TYPES, FlashMHFConfig
+from flashmhf.models.configuration import FlashMHFConfig
 from flashmhf.models.presets import SCALES, Preset, preset
 
 from . import fused_loss
 from .arguments import chosen_device, fits, one_path
-from .errors import OptionError
+from .errors import OptionError, refuse
 from .layout import Layout, layout_of
 
 MICRO_BATCH = 8
@@ -57,42 +57,35 @@ _ACCELERATES |= {"ACCELERATE_MIXED_PRECISION": "precision", "ACCELERATE_DYNAMO_B
 _OFF = ("", "no", "n", "false", "f", "off", "0")
 # FlashMHFConfig settings that an option of ours, or the tokenizer, decides.
 _OWN_SETTINGS = {f"{role}_token_id": "tokenizer" for role in ("bos", "eos", "pad")}
-_OWN_SETTINGS |= {"vocab_size": "vocab_size", "ffn_type": "ffn"}
+_OWN_SETTINGS |= {"vocab_size": "vocab_size", "ffn_type": "preset"}
 
+_COUNTS = "vocab_size batch micro_batch steps tp dp_shard save_every log_every eval_every"
 # What is supported of a number of an option or of TrainingArguments, and whether one of the right type is.
 _RANGES = {
     "learning_rate": ("finite numbers above 0", lambda x: 0 < x < math.inf),
-    **dict.fromkeys(("min_learning_rate", "weight_decay"), ("finite numbers from 0 on", lambda x: 0 <= x < math.inf)),
+    "weight_decay": ("finite numbers from 0 on", lambda x: 0 <= x < math.inf),
     "length": ("integers from 2 on, a token and the next", lambda x: x >= 2),
     "warmup": ("a share below 1, or whole steps", lambda x: 0 <= x < 1 or (x > 0 and float(x).is_integer())),
     "eval_fraction": ("numbers from 0 on and below 1", lambda x: 0 <= x < 1),
     "seed": ("integers from 0 to 2^32 - 1", lambda x: 0 <= x < 1 << 32),
     "keep": ("integers from 2 on, so that one is complete at any moment", lambda x: x >= 2),
+    **dict.fromkeys(_COUNTS.split(), ("integers from 1 on", lambda x: x >= 1)),
 }
-
-
-def _supported(name: str, kind: Any) -> tuple[str, Callable[[Any], bool]]:
-    """Return the same for any option or setting of a type."""
-    if name in _RANGES:
-        return _RANGES[name]
-    if typing.get_origin(kind) is Literal:
-        return ", ".join(typing.get_args(kind)), bool
-    if name in Options.__dataclass_fields__ and fits(1, kind):
-        return "integers from 1 on", lambda x: x >= 1
-    return {dict: "a dictionary"}.get(typing.get_origin(kind), getattr(kind, "__name__", str(kind))), lambda _: True
 
 
 def _check_value(named: str, name: str, value: object, kind: Any) -> None:
     """Raise OptionError for a value that is not of the type, is out of range, or cannot be written to run.json."""
-    supported, holds = _supported(name, kind)
     if value is None and fits(None, kind):  # the preset's value
         return
+    origin = typing.get_origin(kind)
+    shown = "a dictionary" if origin is dict else getattr(kind, "__name__", str(kind))
+    shown = ", ".join(typing.get_args(kind)) if origin is Literal else shown
+    supported, holds = _RANGES.get(name, (shown, lambda _: True))
     try:
         inside = fits(value, kind) and holds(value) and bool(json.dumps(value))
     except (TypeError, OverflowError):  # what is in a dictionary may be of any type; infinity is no integer
         inside, supported = False, "values that JSON has"
-    if not inside:
-        raise OptionError(f"{named} {value!r}; supported: {supported}")
+    refuse(not inside, f"{named} {value!r}; supported: {supported}")
 
 
 def _option(default: object, help: str, **metadata: str) -> Any:
@@ -109,14 +102,11 @@ class Options:
     the fields. In Python, ``data`` may be one path. Raises OptionError for values of other types or out of range."""
 
     output: str
-    preset: str | None = _option(None, "name of a preset, or a scale with --ffn (flashmhf-128m)", group="model")
-    ffn: str | None = _option(None, f"network of the preset: {', '.join(FFN_TYPES)}")
+    preset: str | None = _option(None, "a preset's name, or a scale, with FlashMHF (flashmhf-128m)", group="model")
     init_from: str | None = _option(None, "train a model further; takes --steps, --learning-rate", metavar="MODEL")
     model: dict[str, object] = _option({}, "a FlashMHFConfig setting", flag="--model-set")
     data: list[str] = _option([], "text, JSON-lines and Parquet files, or directories", group="data", metavar="PATH")
-    dataset: str | None = _option(None, "a data set of the datasets library, streamed", metavar="NAME[:CONFIG]")
     tokens: str | None = _option(None, "the tokens and the tokenizer of another run", metavar="RUN")
-    split: str = _option("train", "split of --dataset")
     text_field: str = _option("text", "field or column that holds the text")
     tokenizer: str | None = _option(None, "directory, tokenizer.json or name; without it one is trained on the data")
     vocab_size: int | None = _option(None, "size of the vocabulary (the preset's)")
@@ -125,8 +115,7 @@ class Options:
     batch: int | None = _option(None, "sequences of a step, over all processes (the preset's)", group="optimisation")
     micro_batch: int | None = _option(None, f"at most so many at once on a device ({MICRO_BATCH}); more accumulate")
     steps: int | None = _option(None, "steps of the run (the preset's); with --resume a new length")
-    learning_rate: float | None = _option(None, "the peak (the preset's)")
-    min_learning_rate: float = _option(1e-5, "where the cosine ends")
+    learning_rate: float | None = _option(None, "the peak (the preset's); the cosine ends at 1e-5, or a tenth of it")
     warmup: float = _option(0.015, "share of the steps, or steps from 1 on")
     optimizer: Literal["adamw", "muon"] = _option("adamw", "muon: flashmhf.Muon for matrices, AdamW for the rest")
     param_groups: bool = _option(True, "AdamW: FlashMHF's projections learn at 0.3 of the rate (ours, not the paper's)")
@@ -151,8 +140,9 @@ class Options:
             if isinstance(value := getattr(self, name), os.PathLike):
                 setattr(self, name, value := os.fspath(value))
             _check_value(f"{name} is", name, value, kind)
-            if value == "" or (name == "data" and "" in value):  # a variable that is not set; a path would be "."
-                raise OptionError(f"{name} is {value!r}; leave it out or give a text that is not empty")
+            # as of a variable that is not set; as a path, "" would be "."
+            empty = value == "" or (name == "data" and "" in value)
+            refuse(empty, f"{name} is {value!r}; leave it out or give a text that is not empty")
 
     def resolve(self) -> Options:
         """Return these with absolute paths and the preset's values for None. Raises OptionError for what cannot be."""
@@ -165,7 +155,7 @@ class Options:
         given = {name: getattr(self, name) for name in ("tokens", "init_from", "tokenizer")}
         given = {name: (at, one_path(at)) for name, at in given.items() if at}
         resolved = replace(
-            self, output=one_path(self.output), preset=chosen and chosen.name, ffn=None,
+            self, output=one_path(self.output), preset=chosen and chosen.name,
             # as they are called: a file's format is the end of its name, which a link's target need not have
             data=[str(Path(os.path.expanduser(path)).absolute()) for path in self.data],
             **{name: path if os.path.exists(path) else at for name, (at, path) in given.items()},
@@ -176,68 +166,58 @@ class Options:
 
     def refuse_unused(self) -> None:
         """Raise OptionError for options that others leave without effect."""
-        own_schedule = {"lr_scheduler_type", "lr_scheduler_kwargs"} & self.arguments.keys()
+        held_out = self.eval_fraction > 0
         unused = {
             "tokenizer": "with tokens, which have theirs" if self.tokens and not self.init_from else "",
             "text_field": "with tokens" if self.tokens else "",
-            "split": "" if self.dataset else "without dataset",
-            "min_learning_rate": "with arguments of a schedule" if own_schedule else "",
-            "eval_every": "" if self.eval_fraction else "without eval_fraction",
+            "eval_every": "" if held_out else "without eval_fraction",
             "param_groups": "" if self.optimizer == "adamw" else f"with optimizer {self.optimizer!r}",
         }
+        evaluation = (name for name in self.arguments if name.startswith("eval_") and not held_out)
+        unused |= dict.fromkeys(evaluation, "without eval_fraction")
         for name, why in unused.items():
-            if why and getattr(self, name) != getattr(Options, name):
-                raise OptionError(f"{name} is {getattr(self, name)!r}, which has no effect {why}; leave it out")
-        if unused := {name for name in self.arguments if name.startswith("eval_") and not self.eval_fraction}:
-            raise OptionError(f"arguments sets {min(unused)}, which has no effect without eval_fraction; leave it out")
+            value = self.arguments.get(name, getattr(self, name, None))
+            given = why and value != getattr(Options, name, None)
+            refuse(given, f"{name} is {value!r}, which has no effect {why}; leave it out")
 
     def _preset(self) -> Preset:
-        if self.ffn is not None and self.ffn not in FFN_TYPES:
-            raise OptionError(f"ffn is {self.ffn!r}; supported: {', '.join(FFN_TYPES)}")
-        name = self.preset or "flashmhf-128m"
-        if name in SCALES:
-            name = f"{self.ffn or 'flashmhf'}-{name}"
-        elif self.ffn is not None:
-            name = f"{self.ffn}-{name.partition('-')[2] or name}"
-        return preset(name)
+        name = self.preset or "128m"
+        return preset(f"flashmhf-{name}" if name in SCALES else name)
 
     def _from_trained(self) -> None:
-        for name in ("preset", "ffn", "model", "vocab_size"):
-            if getattr(self, name):
-                raise OptionError(f"{name} cannot be given with init_from: the trained model decides")
+        for name in ("preset", "model", "vocab_size"):
+            refuse(getattr(self, name), f"{name} cannot be given with init_from: the trained model decides")
         for name in ("steps", "learning_rate"):
-            if getattr(self, name) is None:
-                raise OptionError(f"{name} must be given with init_from: the paper has no value for further training")
+            missing = f"{name} must be given with init_from: the paper has no value for further training"
+            refuse(getattr(self, name) is None, missing)
 
     def _check(self) -> None:
-        if sum(map(bool, (self.data, self.dataset, self.tokens))) != 1:
-            raise OptionError("give one of data, dataset and tokens")
-        if self.min_learning_rate > self.learning_rate and "lr_scheduler_type" not in self.arguments:
-            raise OptionError(f"min_learning_rate is {self.min_learning_rate}; supported: at most {self.learning_rate}")
+        sets, arguments = "arguments cannot set", self.arguments
+        refuse(bool(self.data) == bool(self.tokens), "give one of data and tokens")
         chosen_device(self.device)
         for name, option in _ACCELERATES.items():
-            if os.environ.get(name, "").lower() not in (*_OFF, getattr(self, option, None)):
-                raise OptionError(f"accelerate launch set {name} to {os.environ[name]!r}; give {option} instead")
+            told = os.environ.get(name, "")
+            other = told.lower() not in (*_OFF, getattr(self, option, None))
+            refuse(other, f"accelerate launch set {name} to {told!r}; give {option} instead")
         _check_settings("model", self.model, FlashMHFConfig, _OWN_SETTINGS)
         positions = self.model.get("max_position_embeddings")
-        if isinstance(positions, int) and self.length and positions < self.length:
-            raise OptionError(f"model sets max_position_embeddings to {positions}, below length = {self.length}")
-        _check_settings("arguments", self.arguments, TrainingArguments, DECIDED)
-        for name, value in self.arguments.items():
+        short = isinstance(positions, int) and self.length and positions < self.length
+        refuse(short, f"model sets max_position_embeddings to {positions}, below length = {self.length}")
+        _check_settings("arguments", arguments, TrainingArguments, DECIDED)
+        sharded = max(self.tp or 1, self.dp_shard or 1) > 1
+        for name, value in arguments.items():
             _check_value(f"arguments sets {name} to", name, value, setting_types()[name])
-        if (strategy := self.arguments.get("save_strategy", "steps")) not in ("steps", "no"):
-            raise OptionError(f"arguments sets save_strategy to {strategy!r}; supported: steps, no")
-        for name in self.arguments:
-            if self.optimizer != "adamw" and name.startswith("optim"):
-                raise OptionError(f"arguments cannot set {name} with optimizer {self.optimizer!r}")
-            if max(self.tp or 1, self.dp_shard or 1) > 1 and name.startswith("torch_compile"):
-                raise OptionError(f"arguments cannot set {name} with tp or dp_shard; use compile")
-        if self.fused_loss and (self.tp or 1) > 1:
-            raise OptionError(f"fused_loss is on with tp = {self.tp}, which shards the head; supported: tp = 1")
-        if self.fused_loss and self.arguments.get("label_smoothing_factor"):
-            raise OptionError("arguments cannot set label_smoothing_factor with fused_loss: it smooths logits")
-        if str(self.arguments.get("optim", "")).startswith("schedule_free"):
-            raise OptionError("arguments cannot set optim to a schedule-free optimizer: it saves other weights")
+            own = self.optimizer != "adamw" and name.startswith("optim")
+            refuse(own, f"{sets} {name} with optimizer {self.optimizer!r}")
+            refuse(sharded and name.startswith("torch_compile"), f"{sets} {name} with tp or dp_shard; use compile")
+        strategy = arguments.get("save_strategy", "steps")
+        refuse(strategy not in ("steps", "no"), f"arguments sets save_strategy to {strategy!r}; supported: steps, no")
+        schedule_free = str(arguments.get("optim")).startswith("schedule_free")
+        refuse(schedule_free, f"{sets} optim to a schedule-free optimizer: it saves other weights")
+        if self.fused_loss:
+            tp, smoothed = self.tp or 1, arguments.get("label_smoothing_factor")
+            refuse(tp > 1, f"fused_loss is on with tp = {tp}, which shards the head; supported: tp = 1")
+            refuse(smoothed, f"{sets} label_smoothing_factor with fused_loss: it smooths logits")
 
     def layout(self, processes: int) -> Layout:
         """Return how the run lies over ``processes``. Raises OptionError where tp and dp_shard do not divide them."""
@@ -245,8 +225,7 @@ class Options:
 
     def micro_batch_for(self, processes: int) -> int:
         """Return the largest divisor of batch / processes up to micro_batch. Raises OptionError for a remainder."""
-        if self.batch % processes:
-            raise OptionError(f"batch is {self.batch}; it must be a multiple of the {processes} processes")
+        refuse(self.batch % processes, f"batch is {self.batch}; it must be a multiple of the {processes} processes")
         each = self.batch // processes
         return next(size for size in range(min(self.micro_batch, each), 0, -1) if each % size == 0)
 
@@ -288,7 +267,7 @@ def training_arguments(options: Options) -> TrainingArguments:
     settings = {name: getattr(options, option) for name, option in _HELD.items()} | dict(
         # fixed: the held-out loss has the same bits for any number of processes
         per_device_eval_batch_size=options.micro_batch,
-        lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": options.min_learning_rate},
+        lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": min(1e-5, options.learning_rate / 10)},
         warmup_steps=options.warmup if options.warmup < 1 else int(options.warmup),
         adam_beta1=0.9, adam_beta2=0.95, optim="adamw_torch_fused" if on_gpu else "adamw_torch",
         bf16=options.precision == "bf16" or (options.precision == "auto" and on_gpu), use_cpu=not on_gpu,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from flashmhf.models.quantization import quantise
 
 from . import checkpoints
 from .arguments import chosen_device
-from .errors import OptionError, TrainingError
+from .errors import refuse
 from .tokenizer import load as load_tokenizer
 from .tokenizer import token_numbers
 
@@ -47,21 +46,12 @@ def load(
 
 def save_fp8(name: str, output: Path, *, tokenizer_name: str | None, device: str, dtype: str) -> None:
     """Write what :func:`load` finds, FlashMHF in FP8, the rest in ``dtype``. Raises OptionError, TrainingError, too."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise OptionError(f"output is {str(output)!r}, which is not empty; choose a new directory")
+    refuse(output.exists(), f"output is {str(output)!r}, which is there already; choose a new directory")
     # float32, so that packed weights are rounded once.
     model, tokenizer = load(name, tokenizer_name=tokenizer_name, device=device, dtype="float32", fp8=True)
     model.to(_DTYPES[dtype])
-    unfinished, made = output / checkpoints.UNFINISHED, not output.exists()
-    try:
-        with checkpoints.writing(unfinished):
-            checkpoints.save_pretrained(unfinished, model, tokenizer)
-    except TrainingError:
-        with suppress(OSError):
-            if made:  # a directory that was there is its user's
-                output.rmdir()
-        raise
-    checkpoints.move_model(unfinished, output)
+    with checkpoints.whole(output) as partial, checkpoints.writing(partial):
+        checkpoints.save_pretrained(partial, model, tokenizer)
 
 
 def positions(model: PreTrainedModel) -> int | None:

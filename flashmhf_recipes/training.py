@@ -25,7 +25,7 @@ from flashmhf.models.record import is_fp8
 from . import checkpoints, data, fused_loss, metrics, pretrained
 from .arguments import one_path
 from .documents import find_files
-from .errors import DataError, OptionError, TrainingError
+from .errors import DataError, OptionError, TrainingError, refuse
 from .flops import peak_flops, training_flops_per_token
 from .options import Options, empty_model, schedule, training_arguments
 from .stopping import Stopped, StopSignals
@@ -117,8 +117,7 @@ def resume(
         done = checkpoints.step_of(checkpoint)
         if checkpoint is None and (output / "config.json").exists():
             raise TrainingError(f"{output} has a finished model but no checkpoint; train it further with init_from=")
-        if steps is not None and steps <= done:
-            raise OptionError(f"steps is {steps}; the run has done {done} steps")
+        refuse(steps is not None and steps <= done, f"steps is {steps}; the run has done {done} steps")
         if first_process():
             metrics.keep_rows(output, done)
             if options.steps > done:  # without the shorter run's finished model, the last checkpoint is the run's model
@@ -145,12 +144,7 @@ def _read_run(output: Path) -> Options:
     if not path.exists():
         raise FileNotFoundError(f"{output} holds no run: there is no {RUN}")
     try:
-        settings = json.loads(path.read_text("utf-8"))
-        if not isinstance(settings, dict):
-            raise TypeError(f"a {type(settings).__name__} where an object is expected")
-        if "param_groups" not in settings:
-            raise ValueError("it is of version 0.1; train its model further with init_from")
-        return Options(**settings | {"output": str(output)})
+        return Options(**json.loads(path.read_text("utf-8")) | {"output": str(output)})
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no options that this version knows: {error}") from error
 
@@ -220,18 +214,15 @@ def _release(output: Path, keep_tokens: bool, made: bool) -> None:
 def _load_trained(options: Options) -> tuple[PreTrainedModel, object]:
     """Return the model to start from in float32, and its tokenizer; set ``options.length`` where it is None."""
     path = Path(options.init_from)
-    if options.tokenizer and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        raise OptionError(f"tokenizer cannot be given with init_from: {path} has a tokenizer")
+    own = any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+    refuse(options.tokenizer and own, f"tokenizer cannot be given with init_from: {path} has a tokenizer")
     settings = {"tokenizer_name": options.tokenizer, "device": "cpu", "dtype": "float32"}
     model, tokenizer = pretrained.load(options.init_from, **settings)
-    if is_fp8(model):
-        raise OptionError(f"init_from is {path}, a quantised model; supported: a model as it was trained")
+    refuse(is_fp8(model), f"init_from is {path}, a quantised model; supported: a model as it was trained")
     positions = pretrained.positions(model)
-    options.length = options.length or positions
-    if options.length is None:
-        raise OptionError(f"length must be given: the configuration of {path} has no maximum")
-    if positions and options.length > positions:
-        raise OptionError(f"length is {options.length}; the model of init_from has {positions} positions")
+    length = options.length = options.length or positions
+    refuse(length is None, f"length must be given: the configuration of {path} has no maximum")
+    refuse(positions and length > positions, f"length is {length}; the model of init_from has {positions} positions")
     return model, tokenizer
 
 
@@ -249,7 +240,7 @@ def _train(
             # A run killed before its first checkpoint needs the model again.
             trained = trained or _load_trained(options)
             _save_tokenizer(trained[1], output)
-            with _whole(output / INIT) as partial, checkpoints.writing(partial):
+            with checkpoints.whole(output / INIT) as partial, checkpoints.writing(partial):
                 checkpoints.save_pretrained(partial, *trained)
         if not (output / DATA / data.MANIFEST).exists():
             if checkpoint:
@@ -291,28 +282,15 @@ def _first_model(options: Options, tokenizer) -> PreTrainedModel:
     return model
 
 
-@contextmanager
-def _whole(directory: Path) -> Iterator[Path]:
-    """Give a directory to fill, which gets its name when the block has ended; a kill leaves no half of it."""
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(exist_ok=True)
-    yield partial
-    partial.rename(directory)
-
-
 def prepare(options: Options, bar: bool) -> None:
     """Make the run's tokens, and the tokenizer if it has none: trained, loaded or another run's."""
     output = Path(options.output)
     if options.tokens is not None:
         return _take_tokens(Path(options.tokens), output)
     # --data may hold the run's directory: what a killed process has left is gone by now
-    with _whole(output / DATA) as partial:
+    with checkpoints.whole(output / DATA) as partial:
         cache = partial / "documents"
-        if options.dataset is None:
-            documents = data.local(options.data, options.text_field, options.seed, cache, bar)
-        else:
-            documents = data.hosted(options.dataset, options.split, options.text_field, options.seed)
+        documents = data.local(options.data, options.text_field, options.seed, cache, bar)
         if not (output / TOKENIZER).exists():
             given = options.tokenizer
             made = load_tokenizer(given) if given else train_tokenizer(documents, options.vocab_size, bar)
@@ -332,23 +310,18 @@ def _take_tokens(source: Path, output: Path) -> None:
     tokenizer = load_tokenizer(str(source / TOKENIZER))
     data.load(source / DATA)  # refuses what is damaged
     _save_tokenizer(tokenizer, output)
-    if load_tokenizer(str(output / TOKENIZER)).get_vocab() != tokenizer.get_vocab():
-        raise OptionError("tokens has tokens of another tokenizer than the model of init_from")
-    with _whole(output / DATA) as partial:
+    other = load_tokenizer(str(output / TOKENIZER)).get_vocab() != tokenizer.get_vocab()
+    refuse(other, "tokens has tokens of another tokenizer than the model of init_from")
+    with checkpoints.whole(output / DATA) as partial:
         for name in (data.TOKENS, data.MANIFEST):
-            _link(source / DATA / name, partial / name)
-
-
-def _link(source: Path, target: Path) -> None:
-    """Make a hard link (tokens are never written in place), or a copy where the file systems differ."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+            try:
+                os.link(source / DATA / name, partial / name)  # tokens are never written in place
+            except OSError:  # on another file system
+                shutil.copyfile(source / DATA / name, partial / name)
 
 
 def _save_tokenizer(tokenizer, output: Path) -> None:
     """Write the run's tokenizer if it has none: a process that was killed may have written it."""
     if not (output / TOKENIZER).exists():
-        with _whole(output / TOKENIZER) as partial:
+        with checkpoints.whole(output / TOKENIZER) as partial:
             tokenizer.save_pretrained(partial)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -46,15 +46,6 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(row[i]) for row in rows if row) for i in range(len(rows[0]))]
     lines = ((cell.rjust(widths[i]) if i else cell.ljust(widths[i]) for i, cell in enumerate(row)) for row in rows)
     return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
-def check_table(accuracies: Iterable[Accuracy]) -> str:
-    """Return one row a tensor: its error, the error of PyTorch code in the same precision, the limit."""
-    rows = [("back end, dtype", "tensor", "error", "PyTorch's", "limit", "")]
-    for a in accuracies:
-        figures = (f"{value:.2e}" for value in (a.error, a.plain, a.limit))
-        rows.append((a.kind, a.tensor, *figures, "ok" if a.passed else "FAILED"))
-    return _aligned(rows)
 
 
 def table(setting: Setting, accuracies: Sequence[Accuracy] = (), measurements: Sequence[Measurement] = ()) -> str:

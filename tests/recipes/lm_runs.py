@@ -26,7 +26,7 @@ HELD_OUT = dict(eval_fraction=0.1, eval_every=10)
 
 def options(output: Path, text: Path, arguments: dict | None = None, **settings) -> training.Options:
     """A small run; ``settings`` that are no options are TrainingArguments', as ``arguments`` are."""
-    small = dict(preset="tiny", ffn="flashmhf", vocab_size=300, length=32, batch=8, micro_batch=4, device="cpu")
+    small = dict(preset="tiny", vocab_size=300, length=32, batch=8, micro_batch=4, device="cpu")
     small |= dict(steps=20, log_every=5, save_every=10)
     given = {**small, "output": str(output), "data": [str(text)], **settings}
     others = {name: given.pop(name) for name in given.keys() - training.Options.__dataclass_fields__.keys()}
@@ -40,7 +40,7 @@ def start(output: Path, text: Path, callbacks: Iterable = (), **settings) -> tra
 
 def store_tokens(text: Path, folder: Path) -> Path:
     """Lay a text's tokens in ``folder`` as a run does, without datasets, which may be missing on a GPU's machine."""
-    documents = data.Documents(lambda: [{"text": text.read_text(encoding="utf-8")}], "a text", Counter())
+    documents = data.Documents([{"text": text.read_text(encoding="utf-8")}], "a text", Counter())
     made = tokenizer.train(documents, 300)
     made.save_pretrained(folder / training.TOKENIZER)
     (folder / training.DATA).mkdir()

@@ -145,19 +145,17 @@ def test_an_error_of_a_step_is_no_failed_checkpoint(text, tmp_path):
     assert (tmp_path / "run" / "checkpoint-77").exists()
 
 
-@pytest.mark.parametrize("made", [True, False])
-def test_a_failed_quantisation_keeps_the_users_directory(made, uninterrupted, tmp_path, monkeypatch):
-    output = tmp_path / "fp8"
-    if made:
-        output.mkdir()
-    model = uninterrupted[0].output
+def test_quantize_makes_a_new_directory_whole_or_not_at_all(uninterrupted, tmp_path, monkeypatch):
+    output, model = tmp_path / "a" / "fp8", str(uninterrupted[0].output)
     settings = dict(tokenizer_name=None, device="cpu", dtype="bfloat16")
     with monkeypatch.context() as patch, pytest.raises(TrainingError, match="could not be written: .*No space"):
-        patch.setattr(checkpoints, "save_pretrained", lambda path, *_: path.mkdir(parents=True) or failing(28)())
-        pretrained.save_fp8(str(model), output, **settings)
-    assert output.exists() == made and not list(tmp_path.rglob("*.partial"))
-    pretrained.save_fp8(str(model), output, **settings)
-    assert (output / "config.json").exists() and not (output / checkpoints.UNFINISHED).exists()
+        patch.setattr(checkpoints, "save_pretrained", failing(errno.ENOSPC))
+        pretrained.save_fp8(model, output, **settings)
+    assert not list(output.parent.iterdir())
+    pretrained.save_fp8(model, output, **settings)
+    assert (output / "config.json").exists()
+    with pytest.raises(OptionError, match="output is '.*fp8', which is there already; choose a new directory"):
+        pretrained.save_fp8(model, output, **settings)
 
 
 @pytest.mark.parametrize("rank", ["1", "", "0"])
@@ -183,7 +181,7 @@ def test_a_model_without_a_maximum_length(text, tmp_path, capsys):
         tmp_path / "bloom"
     )
     tokenizer.train([text.read_text()], 300).save_pretrained(tmp_path / "bloom")
-    none = dict.fromkeys(("preset", "ffn", "vocab_size"))
+    none = dict.fromkeys(("preset", "vocab_size"))
     given = none | SHORT | dict(init_from=str(tmp_path / "bloom"), learning_rate=1e-3)
     with pytest.raises(OptionError, match="length must be given: the configuration of .*bloom has no maximum"):
         training.start(options(tmp_path / "run", text, **given, length=None), bar=False)

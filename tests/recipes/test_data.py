@@ -97,22 +97,6 @@ def test_text_that_no_tokenizer_takes_is_none(tmp_path):
     assert read(tmp_path)[0] == ["", "🙂 paired", "", ""]
 
 
-def test_datasets_library(tmp_path):
-    """A local data set, streamed in an order that the seed fixes; one that is not there, two with a broken file."""
-    (tmp_path / "set").mkdir()
-    write(tmp_path / "set" / "train.jsonl", [str(i) for i in range(100)])
-    orders = [list(data.hosted(str(tmp_path / "set"), "train", "text", seed)) for seed in (0, 0, 1)]
-    assert orders[0] == orders[1] != orders[2] and sorted(map(int, orders[2])) == list(range(100))
-    with pytest.raises(DataError, match="data set '.*missing' cannot be read: Couldn't find"):
-        data.hosted(str(tmp_path / "missing"), "train", "text", 0)
-    for suffix in ("parquet", "jsonl"):
-        (tmp_path / suffix).mkdir()
-        write(tmp_path / suffix / f"a.{suffix}", ["one", "two"])
-        (tmp_path / suffix / f"b.{suffix}").write_bytes(b'{"text": "x", "other": 1}\n{"text": \n')
-        with pytest.raises(DataError, match="data set '.*' cannot be read: ."):
-            list(data.hosted(str(tmp_path / suffix), "train", "text", 0))
-
-
 def test_tokenizer_is_lossless_and_reproducible(bpe, tmp_path):
     text = "Any text: naïve café, 日本語 🙂\n\ttabs  and   spaces \x01"
     assert bpe.decode(bpe(text, add_special_tokens=False)["input_ids"]) == text
@@ -141,7 +125,7 @@ def test_long_words_do_not_stop_tokenizer_training(text):
 
 def test_packing_joins_documents_with_end_of_text(bpe, tmp_path):
     records = [{"text": text} for text in ("alpha beta", " ", None, "gamma")]
-    texts = data.Documents(lambda: records, "texts", Counter())
+    texts = data.Documents(records, "texts", Counter())
     report, tokens = data.store(tmp_path, texts, bpe, 10**6), data.load(tmp_path)
     expected = [*bpe("alpha beta")["input_ids"], 0, *bpe("gamma")["input_ids"], 0]
     assert tokens[:].tolist() == expected and tokens.dtype == "uint16"
@@ -219,27 +203,23 @@ def test_blocks_cover_every_token_once_a_pass(tmp_path):
         data.Blocks(tokens, 200)
 
 
-def test_what_files_and_data_sets_hold_as_text(tmp_path_factory):
+def test_what_files_hold_as_text(tmp_path, tmp_path_factory):
     """Impala and old versions of Spark write text without a mark that says so; what is no text is refused by name."""
 
-    def read_all(is_hosted: bool, values, field: str = "text") -> list[str]:
-        folder = tmp_path_factory.mktemp("table")  # datasets keeps what it has read of a path
-        parquet.write_table(pyarrow.table({"text": values}), folder / "impala.parquet")
-        if is_hosted:
-            return list(data.hosted(str(folder), "train", field, 0))
-        return list(data.local([folder], field, 0, tmp_path_factory.mktemp("cache")))
+    def read_all(values, field: str = "text") -> list[str]:
+        parquet.write_table(pyarrow.table({"text": values}), tmp_path / "impala.parquet")
+        return list(data.local([tmp_path], field, 0, tmp_path_factory.mktemp("cache")))
 
-    for is_hosted in (False, True):
-        for kind in (pyarrow.string(), pyarrow.large_binary()):
-            values = pyarrow.array(["fünf".encode(), b"two", None], pyarrow.binary()).cast(kind)
-            assert sorted(read_all(is_hosted, values)) == ["fünf", "two"]
-        for values, field, message in (
-            ([["a"], []], "text", "'text' holds a value of type list; supported: text"),
-            ([b"caf\xe9"], "text", "'utf-8' codec can't decode byte 0xe9"),
-            (["a"], "body", "it has no column 'body'; columns: text"),
-        ):
-            with pytest.raises(DataError, match=f"cannot be read.*: {message}"):
-                read_all(is_hosted, values, field)
+    for kind in (pyarrow.string(), pyarrow.large_binary()):
+        values = pyarrow.array(["fünf".encode(), b"two", None], pyarrow.binary()).cast(kind)
+        assert sorted(read_all(values)) == ["fünf", "two"]
+    for values, field, message in (
+        ([["a"], []], "text", "'text' holds a value of type list; supported: text"),
+        ([b"caf\xe9"], "text", "'utf-8' codec can't decode byte 0xe9"),
+        (["a"], "body", "it has no column 'body'; columns: text"),
+    ):
+        with pytest.raises(DataError, match=f"cannot be read.*: {message}"):
+            read_all(values, field)
 
 
 def test_paths_of_text(tmp_path):

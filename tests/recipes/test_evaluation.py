@@ -32,7 +32,7 @@ def runs(text, tmp_path_factory) -> dict[str, Path]:
     """A short run of every network."""
     parent = tmp_path_factory.mktemp("runs")
     settings = dict(length=64, micro_batch=8, steps=40, log_every=20, save_every=40)
-    return {ffn: start(parent / ffn, text, ffn=ffn, **settings).output for ffn in FFN_TYPES}
+    return {ffn: start(parent / ffn, text, preset=f"{ffn}-tiny", **settings).output for ffn in FFN_TYPES}
 
 
 @pytest.fixture(scope="module")
@@ -239,9 +239,7 @@ def test_lm_eval_loads_what_a_run_and_quantize_leave(runs, tmp_path):
     manager = tasks.TaskManager(include_path=str(tmp_path), include_defaults=False)
     assert cli.main(["quantize", "--model", str(runs["flashmhf"]), "--output", str(tmp_path / "fp8")]) == 0
     for model in (runs["flashmhf"], tmp_path / "fp8"):
-        given = dict(
-            model="hf", model_args=f"pretrained={model},trust_remote_code=True", tasks=["choice"], device="cpu"
-        )
+        given = {"model": "hf", "model_args": f"pretrained={model},trust_remote_code=True", "device": "cpu"}
         found = lm_eval.simple_evaluate(**given, tasks=["choice"], task_manager=manager, bootstrap_iters=0)
         assert found["results"]["choice"]["acc,none"] == 1.0
 

@@ -69,7 +69,7 @@ def test_loss_and_gradients_are_those_of_the_logits(name):
 ])  # fmt: skip
 def test_a_run_is_the_one_with_the_plain_loss(precision, rel, text, tmp_path):
     """Its losses, held-out loss and weights, to rounding; bf16 is autocast over float32 weights."""
-    settings = dict(steps=2, log_every=1, batch=1, length=16, eval_fraction=0.01, eval_every=2, ffn="swiglu")
+    settings = dict(steps=2, log_every=1, batch=1, length=16, eval_fraction=0.01, eval_every=2, preset="swiglu-tiny")
     settings |= dict(device=DEVICE if INTERPRETED else "auto", precision=precision, vocab_size=300, data=[])
     settings["tokens"] = str(store_tokens(text, tmp_path))
     plain, run = (start(tmp_path / str(fused), text, fused_loss=fused, **settings) for fused in (False, True))

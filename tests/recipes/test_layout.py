@@ -46,7 +46,7 @@ def test_layouts(sizes, processes, expected):
 def test_models_that_heads_do_not_shard_are_refused_before_anything_is_written(
     text, tmp_path, monkeypatch, ffn, model, message
 ):
-    chosen = options(tmp_path / "run", text, tp=2, ffn=ffn, model=model)
+    chosen = options(tmp_path / "run", text, tp=2, preset=f"{ffn}-tiny", model=model)
     monkeypatch.setattr(type(chosen), "layout", lambda self, processes: layout_of(self.tp, self.dp_shard, 2))
     with pytest.raises(OptionError, match=message):
         training.start(chosen, bar=False)

@@ -152,9 +152,8 @@ def raise_(error: BaseException):
     ({"checkpoint-10": None, "checkpoint-20": None, "config.json": b"{}"},
      "has a finished model but no checkpoint; train it further with init_from="),
     ({"run.json": b""}, "run.json holds no options that this version knows: Expecting value"),
-    ({"run.json": b"[]"}, "run.json holds no options .*: a list where an object is expected"),
+    ({"run.json": b"[]"}, "run.json holds no options that this version knows: unsupp"),
     ({"run.json": b'{"param_groups": true, "output": "x", "later": 1}'}, "unexpected keyword argument 'later'"),
-    ({"run.json": b'{"output": "x"}'}, "it is of version 0.1; train its model further with init_from"),
 ])  # fmt: skip
 def test_a_run_that_cannot_go_on_is_refused(changed, message, run):
     """Tokens made anew could be others, and nothing is trained from the first step, at the second attempt either."""
@@ -298,7 +297,7 @@ def other_text(tmp_path_factory) -> Path:
 
 
 def further(output: Path, text: Path, start: Path, **settings):
-    given = dict.fromkeys(("preset", "ffn", "vocab_size", "length"))
+    given = dict.fromkeys(("preset", "vocab_size", "length"))
     given |= dict(init_from=str(start), learning_rate=1e-3, steps=4, log_every=1)
     return options(output, text, **{**given, **settings})
 

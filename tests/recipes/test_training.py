@@ -170,7 +170,7 @@ def smoothed(model, ids) -> float:
 
 def test_a_smoothed_loss_is_of_the_next_token(text, tmp_path):
     """By transformers' own Trainer.compute_loss; the held-out loss stays the plain one."""
-    first = dict(steps=1, eval_fraction=0.1, eval_every=1, warmup=0, learning_rate=1e-9, min_learning_rate=1e-9)
+    first = dict(steps=1, eval_fraction=0.1, eval_every=1, warmup=0, learning_rate=1e-9)
     run = start(tmp_path / "run", text, arguments={"label_smoothing_factor": 0.1}, **first)
     model = AutoModelForCausalLM.from_pretrained(run.output)
     tokens, held_out = data.split(data.load(run.output / "data"), 0.1, 32, 0)
@@ -184,8 +184,8 @@ def test_a_smoothed_loss_is_of_the_next_token(text, tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "decays", "ratios"), [
-    ({"ffn": "flashmhf"}, [0.3, 1.0, 0.0], [1, 0.3, 1]),
-    ({"ffn": "swiglu", "param_groups": False}, [0.3, 0.0], [1, 1]),
+    ({}, [0.3, 1.0, 0.0], [1, 0.3, 1]),
+    ({"preset": "swiglu-tiny", "param_groups": False}, [0.3, 0.0], [1, 1]),
     ({"optimizer": "muon", "arguments": {"adam_epsilon": 1e-6}}, [0.3, 0.3, 0.3, 0.0], [1, 1, 1, 1]),
 ])  # fmt: skip
 def test_groups_of_the_optimizer_and_its_resumption(settings, decays, ratios, text, tmp_path):
