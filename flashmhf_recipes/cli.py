@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from .arguments import Parser, add_options, chosen_device, one_path, parsed
-from .errors import OptionError, TrainingError
+from .errors import TrainingError, refuse
 
 STARTED = time.monotonic()  # before torch is imported
 
@@ -98,24 +98,24 @@ def _collected(found: Iterable, what: str) -> list:
     with contextlib.suppress(ModuleNotFoundError):
         from tqdm import tqdm
 
-        interval = 0.1 if sys.stderr.isatty() else 10.0  # a log file gets few lines
-        found = tqdm(found, what, leave=False, dynamic_ncols=True, mininterval=interval, file=sys.stderr)
+        found = tqdm(found, what, leave=False, dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 10.0)
     return list(found)
 
 
 def _everything(parser: Parser, arguments: list[str]) -> int:
     import flashmhf
 
-    from .first_run import accuracy, report, speed
+    from . import first_run
 
     parser.add_argument("--version", action="version", version=f"flashmhf {flashmhf.__version__}")
     _add_device(parser)
-    setting, picture = speed.setting_of(chosen_device(parser.parse_args(arguments).device)), Path("flashmhf_report.png")
-    accuracies = _collected(accuracy.check(setting.device), "check against float64")
-    measurements = _collected(speed.compare(setting), "time and memory")
-    drawn = report.picture(picture, setting, measurements)
+    setting = first_run.setting_of(chosen_device(parser.parse_args(arguments).device))
+    accuracies = _collected(first_run.check(setting.device), "check against float64")
+    measurements = _collected(first_run.compare(setting), "time and memory")
+    picture = Path("flashmhf_report.png")
+    drawn = first_run.picture(picture, setting, measurements)
     found = setting, accuracies, measurements
-    print(report.table(*found), report.meaning(*found), sep="\n\n")
+    print(first_run.table(*found), first_run.meaning(*found), sep="\n\n")
     print(f"\n{f'picture: {picture.resolve()}; ' if drawn else ''}this took {time.monotonic() - STARTED:.0f} s")
     if failed := [a for a in accuracies if not a.passed]:
         print(f"flashmhf: error: {len(failed)} of {len(accuracies)} checks against float64 failed", file=sys.stderr)
@@ -134,10 +134,7 @@ def _info(parser: Parser, arguments: list[str]) -> int:
 
 EXAMPLES = """\
 presets: FFN-SCALE, with FFN one of {ffns}; flashmhf-SCALE-dh64 and flashmhf-SCALE-dh256 of the paper's
-scales with other head dimensions. SCALE alone is flashmhf-SCALE. A scale sets the defaults:
-
-  scale  d_model  vocabulary  length  batch    steps  learning rate
-{scales}
+scales ({scales}) with other head dimensions. SCALE alone is flashmhf-SCALE. docs/training.md has their settings.
 
 The paper's settings are the defaults but for two of ours (docs/quality.md): the initialisation and, with AdamW, the
 learning rate of FlashMHF's projections. --model-set ffn_init=official --no-param-groups restores the paper's.
@@ -165,9 +162,7 @@ def _train(parser: Parser, arguments: list[str]) -> int:
     from . import training
     from .options import setting_types
 
-    form = "  {:>5}  {d_model:>7,}  {vocabulary:>10,}  {context:>6,}  {batch:>5}  {steps:>7,}  {learning_rate:>13g}"
-    rows = (form.format(name, **vars(scale)) for name, scale in SCALES.items())
-    parser.epilog = EXAMPLES.format(ffns=", ".join(FFN_TYPES), scales="\n".join(rows))
+    parser.epilog = EXAMPLES.format(ffns=", ".join(FFN_TYPES), scales=", ".join(SCALES))
     parser.add_argument("--output", required=True, metavar="DIR", help="directory of the run")
     parser.add_argument("--resume", action="store_true", help="continue the run; takes --steps, --tp and --dp-shard")
     add_options(parser, training.Options, typing.get_type_hints(training.Options))
@@ -176,8 +171,8 @@ def _train(parser: Parser, arguments: list[str]) -> int:
     logging.disable_progress_bar()
     try:
         if resumed:
-            if extra := sorted(given.keys() - {"steps", "tp", "dp_shard"}):
-                raise OptionError(f"--resume takes steps, tp and dp_shard alone; leave out: {', '.join(extra)}")
+            extra = ", ".join(sorted(given.keys() - {"steps", "tp", "dp_shard"}))
+            refuse(extra, f"--resume takes steps, tp and dp_shard alone; leave out: {extra}")
             result = training.resume(output, **given)
         else:
             for name, kinds in (("model", {}), ("arguments", setting_types())):
@@ -210,8 +205,8 @@ def _add_model(parser: Parser, dtypes: tuple[str, ...] = ("auto", "bfloat16", "f
 def _load(args: argparse.Namespace):
     from . import pretrained
 
-    settings = {name: getattr(args, name) for name in ("device", "dtype", "fp8")}
-    return pretrained.load(args.model, tokenizer_name=args.tokenizer, **settings)
+    given = {name: getattr(args, name) for name in ("device", "dtype", "fp8")}
+    return pretrained.load(args.model, tokenizer_name=args.tokenizer, **given)
 
 
 def _eval(parser: Parser, arguments: list[str]) -> int:
@@ -243,18 +238,13 @@ def _generate(parser: Parser, arguments: list[str]) -> int:
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     add("--top-p", type=float, default=0.95)
     add("--seed", type=int)
-    add("--stream", action=argparse.BooleanOptionalAction, help="print words as they come (as on a terminal)")
     args = parser.parse_args(arguments)
-    if args.prompt == "-" and sys.stdin is None:
-        raise OptionError("prompt is '-', and standard input is closed")
+    refuse(args.prompt == "-" and sys.stdin is None, "prompt is '-', and standard input is closed")
     model, tokenizer = _load(args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    print(prompt, end="", flush=True)
     settings = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-    if sys.stdout.isatty() if args.stream is None else args.stream:
-        print(prompt, end="", flush=True)
-        generation.generate(model, tokenizer, prompt, streamer=generation.Printer(tokenizer), **settings)
-    else:
-        print(prompt + generation.generate(model, tokenizer, prompt, **settings))
+    generation.generate(model, tokenizer, prompt, streamer=generation.Printer(tokenizer), **settings)
     return 0
 
 
@@ -274,10 +264,7 @@ def _quantize(parser: Parser, arguments: list[str]) -> int:
 COMMANDS: dict[str, tuple[str, Callable[[Parser, list[str]], int]]] = {
     "info": ("List the back ends and say why any of them cannot be used.", _info),
     "train": ("Train a language model. transformers' Trainer runs it under the paper's settings.", _train),
-    "eval": (
-        "Measure the held-out loss of a model on local text. lm-eval, for tasks, loads it by itself.",
-        _eval,
-    ),
+    "eval": ("Measure the held-out loss of a model on local text. lm-eval has tasks, and loads it by itself.", _eval),
     "generate": ("Continue a prompt with a trained model.", _generate),
     "quantize": ("Write a model with its FlashMHF networks in FP8. eval and generate load it.", _quantize),
 }

@@ -37,6 +37,7 @@ class RunTrainer(Trainer, TrainerCallback):
         self.options, self.checkpoint, self.signals = options, checkpoint, signals
         self.layout = options.layout(args.world_size)
         self.stopped = self.evaluation_due = False
+        self.loss_sum, self.logged_step = 0.0, 0  # of this process, since the last log: the Trainer's begins anew
         super().__init__(args=args, callbacks=[self, *callbacks], **kwargs)
         if options.fused_loss:
             fused_loss.apply(self.model)
@@ -105,24 +106,36 @@ class RunTrainer(Trainer, TrainerCallback):
         self.args.eval_on_start = due and self.eval_dataset is not None
         if self.checkpoint is None:
             return
-        self._tr_loss.fill_(progress["loss_sum"])
-        self._globalstep_last_logged = progress["logged_step"]
+        self.loss_sum, self.logged_step = progress["loss_sum"], progress["logged_step"]
         self.lr_scheduler.last_epoch -= 1
         self.lr_scheduler.step()
+
+    def training_step(self, *args, **kwargs) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.loss_sum = self.loss_sum + loss
+        return loss
+
+    def mean_loss_sum(self) -> float:
+        """Return the mean over processes, all of which call this, of the losses since the last log."""
+        return self.accelerator.reduce(torch.as_tensor(self.loss_sum, device=self.args.device), "mean").item()
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        """As the Trainer's, with the mean loss since the last log, which may have been before the run was resumed."""
+        if "loss" in logs:
+            logs["loss"] = self.mean_loss_sum() / (self.state.global_step - self.logged_step)
+            self.loss_sum, self.logged_step = 0.0, self.state.global_step
+        super().log(logs, *args, **kwargs)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if state.global_step < state.max_steps and self.signals.agreed():
             self.stop(control.should_evaluate)
 
     def _save_checkpoint(self, model, trial) -> None:
-        """As the Trainer's, with the mean over processes of the loss since the last log, and the mark in the end."""
-        total = self._tr_loss.detach().clone()
-        if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(total)
-            total /= self.args.world_size
-        if not total.isfinite():  # the checkpoints before this one are the last good ones, and would be rotated away
+        """As the Trainer's, with the progress since the last log, and the mark in the end."""
+        total = self.mean_loss_sum()
+        if not math.isfinite(total):  # the checkpoints before this one are good, and would be rotated away
             raise TrainingError(f"the loss is {total} at step {self.state.global_step}; {ADVICE}")
-        progress = {"loss_sum": total.item(), "logged_step": self._globalstep_last_logged}
+        progress = {"loss_sum": total, "logged_step": self.logged_step}
         self.state.stateful_callbacks[PROGRESS] = progress | {"evaluation_due": self.evaluation_due}
         checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         with checkpoints.writing(checkpoint):
@@ -161,8 +174,7 @@ class RunTrainer(Trainer, TrainerCallback):
                     raise Stopped(self.signals.received, step)
                 self.stop(evaluation_due=True)
                 return {f"{metric_key_prefix}_loss": math.nan}
-        if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(sums)  # every sum is zero on all processes but one: exact
+        sums = self.accelerator.reduce(sums)  # every sum is zero on all processes but one: exact
         metrics = {f"{metric_key_prefix}_loss": (sums.sum() / samples).item()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(args, self.state, self.control, metrics)

@@ -26,7 +26,6 @@ from . import checkpoints, data, fused_loss, metrics, pretrained
 from .arguments import one_path
 from .documents import find_files
 from .errors import DataError, OptionError, TrainingError, refuse
-from .flops import peak_flops, training_flops_per_token
 from .options import Options, empty_model, schedule, training_arguments
 from .stopping import Stopped, StopSignals
 from .tokenizer import load as load_tokenizer
@@ -252,7 +251,7 @@ def _train(
     model = trained[0] if trained else _first_model(options, tokenizer)
     tokenizer.model_max_length = pretrained.positions(model) or tokenizer.model_max_length
     train_tokens, eval_tokens = data.split(tokens, options.eval_fraction, options.length, tokenizer.eos_token_id)
-    flops, peak = training_flops_per_token(model, options.length), peak_flops(arguments.device)
+    flops, peak = metrics.training_flops_per_token(model, options.length), metrics.peak_flops(arguments.device)
     recorder = metrics.MetricsCallback(output, options.batch * options.length, flops, peak, bar)
     trainer = RunTrainer(
         options=options, checkpoint=checkpoint, signals=signals, model=model, args=arguments,

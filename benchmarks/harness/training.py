@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from flashmhf.models import FlashMHFConfig, FlashMHFForCausalLM
 from flashmhf.models.presets import preset
 from flashmhf.nn import param_groups
-from flashmhf_recipes.flops import peak_flops, training_flops_per_token
 from flashmhf_recipes.fused_loss import apply as apply_fused_loss
 from flashmhf_recipes.layout import Layout
+from flashmhf_recipes.metrics import peak_flops, training_flops_per_token
 
 from . import timing
 

@@ -16,7 +16,6 @@ import flashmhf
 from flashmhf.models.presets import preset
 from flashmhf_recipes import checkpoints, data, metrics, tokenizer, training
 from flashmhf_recipes.errors import TrainingError
-from flashmhf_recipes.flops import peak_flops, training_flops_per_token
 from flashmhf_recipes.training import Options
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -265,7 +264,7 @@ def test_peaks_are_those_of_the_card(monkeypatch):
     peaks = {"H100 80GB HBM3": 989.4e12, "H200 NVL": 835e12, "GB200": 2500e12}
     for name, peak in (peaks | {"H100 80GB HBM3 MIG 1g.10gb": None, "RTX A6000": None}).items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: f"NVIDIA {name}")
-        assert peak_flops(torch.device("cuda")) == peak and peak_flops(torch.device("cpu")) is None
+        assert metrics.peak_flops(torch.device("cuda")) == peak and metrics.peak_flops(torch.device("cpu")) is None
 
 
 def test_operations_a_token():
@@ -273,4 +272,4 @@ def test_operations_a_token():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(preset("flashmhf-370m").config(ffn_num_kv_heads=1))
     layer = 4 * 1024**2 + 2 * 1024**2 + 3 * 1024 * 2688 + 1024 * 7
-    assert training_flops_per_token(model, 4096) == 6 * (21 * layer + 50_432 * 1024) + 6 * 21 * 1024 * 4096
+    assert metrics.training_flops_per_token(model, 4096) == 6 * (21 * layer + 50_432 * 1024) + 6 * 21 * 1024 * 4096

@@ -229,8 +229,8 @@ for line in {list(COMMANDS)!r}:
         status = main(line.split())
     results[line] = (status, out.getvalue(), err.getvalue())
 import torch
-from flashmhf_recipes.first_run import accuracy
-assert all(each.passed for each in accuracy.check(torch.device("cpu")))
+from flashmhf_recipes import first_run
+assert all(each.passed for each in first_run.check(torch.device("cpu")))
 try:
     import flashmhf.models
 except ModuleNotFoundError as error:
