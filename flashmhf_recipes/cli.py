@@ -140,7 +140,6 @@ The paper's settings are the defaults but for two of ours (docs/quality.md): the
 learning rate of FlashMHF's projections. --model-set ffn_init=official --no-param-groups restores the paper's.
 
 examples:
-  flashmhf train --output run --preset tiny --data corpus/ --device cpu
   flashmhf train --output run --preset flashmhf-128m --data corpus/ --eval-fraction 0.01 --compile
   flashmhf train --output run --resume                      # after SIGTERM, Ctrl-C or a crash
   flashmhf train --output run --resume --steps 300000       # longer; the schedule then ends there

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from flashmhf.nn.multihead import GroupedHeads
@@ -48,23 +47,16 @@ def keep_rows(output: Path, step: int) -> None:
 class MetricsCallback(TrainerCallback):
     """Add speed to what the Trainer logs, and write metrics.jsonl. Evaluation and saving take no time."""
 
-    def __init__(self, output: Path, tokens_per_step: int, flops_per_token: float, peak: float | None, bar: bool):
+    def __init__(self, output: Path, tokens_per_step: int, flops_per_token: float, peak: float | None):
         self.output, self.tokens_per_step = output, tokens_per_step
-        self.flops_per_token, self.peak, self.show, self.bar = flops_per_token, peak, bar, None
+        self.flops_per_token, self.peak = flops_per_token, peak
 
     def _restart(self, args, state: TrainerState, control, **kwargs) -> None:
         self._step, self._time = state.global_step, time.perf_counter()
 
-    on_evaluate = on_save = _restart
-
-    def on_train_begin(self, args, state: TrainerState, control, **kwargs):
-        sizes = {"initial": state.global_step, "total": state.max_steps, "dynamic_ncols": True}
-        self.bar = tqdm(desc="training", unit="step", disable=not self.show, **sizes)
-        self._restart(args, state, control)
+    on_train_begin = on_evaluate = on_save = _restart
 
     def on_step_end(self, args, state: TrainerState, control: TrainerControl, **kwargs):
-        if state.is_world_process_zero:
-            self.bar.update(state.global_step - self.bar.n)
         if state.global_step >= state.max_steps:
             control.should_log = True
 
@@ -81,9 +73,6 @@ class MetricsCallback(TrainerCallback):
             row |= self._speed(args, state)
         with (self.output / FILE).open("a", encoding="utf-8") as out:
             out.write(json.dumps(row) + "\n")
-        forms = {"loss": ".3f", "tokens_per_second": ",.0f", "mfu": ".2f"}
-        if shown := {name: f"{row[name]:{form}}" for name, form in forms.items() if name in row}:
-            self.bar.set_postfix(shown)
 
     def _speed(self, args: TrainingArguments, state: TrainerState) -> dict:
         seconds, steps = time.perf_counter() - self._time, state.global_step - self._step
@@ -96,9 +85,6 @@ class MetricsCallback(TrainerCallback):
         if args.device.type == "cuda":
             row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(args.device)
         return row
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.bar.close()
 
 
 def training_flops_per_token(model: PreTrainedModel, length: int) -> float:

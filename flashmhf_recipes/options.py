@@ -272,7 +272,7 @@ def training_arguments(options: Options) -> TrainingArguments:
         adam_beta1=0.9, adam_beta2=0.95, optim="adamw_torch_fused" if on_gpu else "adamw_torch",
         bf16=options.precision == "bf16" or (options.precision == "auto" and on_gpu), use_cpu=not on_gpu,
         weight_decay=0.1, logging_first_step=True,
-        logging_nan_inf_filter=False, disable_tqdm=True, report_to=report,
+        logging_nan_inf_filter=False, report_to=report,
         eval_strategy="steps" if options.eval_fraction else "no",
         dataloader_pin_memory=on_gpu, ddp_find_unused_parameters=False,
     )  # fmt: skip
@@ -281,16 +281,15 @@ def training_arguments(options: Options) -> TrainingArguments:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         arguments = RunArguments(**settings)  # what fails here is no fault of the user's
-        if options.arguments:
-            with _naming("arguments"):
-                arguments = RunArguments(**{**settings, **options.arguments})
-                for callback in get_reporting_integration_callbacks(arguments.report_to):
-                    callback()  # raises where the package of a report is missing
-                if not hasattr(schedule(arguments, options.steps), "lr_lambdas"):
-                    name = arguments.lr_scheduler_type.value
-                    raise ValueError(f"lr_scheduler_type is '{name}'; supported: schedules of the step alone")
-                if options.optimizer == "adamw":
-                    Trainer.get_optimizer_cls_and_kwargs(arguments)  # raises where the optimizer's package is missing
+        with _naming("arguments"):
+            arguments = RunArguments(**{**settings, **options.arguments})
+            for callback in get_reporting_integration_callbacks(arguments.report_to):
+                callback()  # raises where the package of a report is missing
+            if not hasattr(schedule(arguments, options.steps), "lr_lambdas"):
+                name = arguments.lr_scheduler_type.value
+                raise ValueError(f"lr_scheduler_type is '{name}'; supported: schedules of the step alone")
+            if options.optimizer == "adamw":
+                Trainer.get_optimizer_cls_and_kwargs(arguments)  # raises where the optimizer's package is missing
     if options.fused_loss:
         fused_loss.check_machine(arguments.device)
     layout = options.layout(arguments.world_size)

@@ -252,14 +252,15 @@ def _train(
     tokenizer.model_max_length = pretrained.positions(model) or tokenizer.model_max_length
     train_tokens, eval_tokens = data.split(tokens, options.eval_fraction, options.length, tokenizer.eos_token_id)
     flops, peak = metrics.training_flops_per_token(model, options.length), metrics.peak_flops(arguments.device)
-    recorder = metrics.MetricsCallback(output, options.batch * options.length, flops, peak, bar)
+    recorder = metrics.MetricsCallback(output, options.batch * options.length, flops, peak)
+    arguments.disable_tqdm = not bar
     trainer = RunTrainer(
         options=options, checkpoint=checkpoint, signals=signals, model=model, args=arguments,
         train_dataset=data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed),
         eval_dataset=None if eval_tokens is None else data.Blocks(eval_tokens, options.length),
         processing_class=tokenizer, callbacks=[recorder, *callbacks],
     )  # fmt: skip
-    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(PrinterCallback)  # which the Trainer has where it shows no bar
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     steps = trainer.state.global_step
     if trainer.stopped:

@@ -12,7 +12,6 @@ from lm_runs import At, options, start
 from transformers import BloomConfig, BloomForCausalLM
 
 from flashmhf_recipes import checkpoints, cli, pretrained, tokenizer, training
-from flashmhf_recipes.arguments import one_path
 from flashmhf_recipes.errors import DataError, OptionError, TrainingError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,16 +24,6 @@ def failing(number: int):
         raise OSError(number, os.strerror(number))
 
     return fail
-
-
-def test_one_spelling(tmp_path, monkeypatch):
-    (tmp_path / "there").mkdir()
-    os.symlink(tmp_path / "there", tmp_path / "link")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path / "there")
-    here = os.path.realpath(tmp_path / "there")
-    for path in ("~/there", "../there/", ".", "../link", Path("~/link/../there"), tmp_path / "there"):
-        assert one_path(path) == here
 
 
 def test_a_run_lies_in_one_directory_in_any_spelling(text, tmp_path, monkeypatch):
@@ -123,14 +112,6 @@ def test_a_failed_start_keeps_its_reason_and_the_users_directory(made, tmp_path,
     monkeypatch.setattr(Path, "unlink", failing(errno.EACCES))
     with pytest.raises(DataError, match="NUL"):
         start(output, binary, **SHORT)
-
-
-@pytest.mark.parametrize("name", ["lock", "tokenizer.json", "generation_config.json"])
-def test_a_users_file_is_not_overwritten(name, text, tmp_path):
-    (tmp_path / name).write_text("mine")
-    with pytest.raises(FileExistsError, match=f"holds {name}, which a run would overwrite"):
-        start(tmp_path, text, **SHORT)
-    assert (tmp_path / name).read_text() == "mine"
 
 
 def test_an_error_of_a_step_is_no_failed_checkpoint(text, tmp_path):

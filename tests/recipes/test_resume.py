@@ -253,14 +253,18 @@ def test_two_processes_do_not_train_one_run(text, tmp_path):
     assert training.resume(output, bar=False).steps == 1
 
 
-@pytest.mark.parametrize("name", ["data", "metrics.jsonl", "config.json", "model.safetensors", "checkpoint-5"])
+@pytest.mark.parametrize("name", [
+    "data", "metrics.jsonl", "config.json", "model.safetensors", "checkpoint-5", "lock", "tokenizer.json",
+    "generation_config.json",
+])  # fmt: skip
 def test_a_start_overwrites_nothing(name, text, tmp_path):
     output = tmp_path / "run"
     output.mkdir()
-    (output / name).write_text("mine") if "." in name else (output / name).mkdir()
+    (output / name).mkdir() if name in ("data", "checkpoint-5") else (output / name).write_text("mine")
     with pytest.raises(FileExistsError, match=f"holds {name}, which a run would overwrite"):
         start(output, text)
     assert [path.name for path in output.iterdir()] == [name]
+    assert (output / name).is_dir() or (output / name).read_text() == "mine"
 
 
 def test_a_longer_run_states_its_schedule(uninterrupted, run, text, tmp_path, caplog):
