@@ -253,7 +253,7 @@ def _train(
     train_tokens, eval_tokens = data.split(tokens, options.eval_fraction, options.length, tokenizer.eos_token_id)
     flops, peak = metrics.training_flops_per_token(model, options.length), metrics.peak_flops(arguments.device)
     recorder = metrics.MetricsCallback(output, options.batch * options.length, flops, peak)
-    arguments.disable_tqdm = not bar
+    arguments.disable_tqdm |= not bar
     trainer = RunTrainer(
         options=options, checkpoint=checkpoint, signals=signals, model=model, args=arguments,
         train_dataset=data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed),
