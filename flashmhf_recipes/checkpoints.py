@@ -57,20 +57,24 @@ def mark_complete(checkpoint: Path) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file that gets its name when it is on the disk."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, "utf-8")
-    sync(partial)
-    partial.replace(path)
+    unfinished = partial(path)
+    unfinished.write_text(text, "utf-8")
+    sync(unfinished)
+    unfinished.replace(path)
+
+
+def partial(path: Path) -> Path:
+    """Return what ``path`` is called until it is whole."""
+    return path.with_name(path.name + ".partial")
 
 
 @contextmanager
 def whole(directory: Path) -> Iterator[Path]:
     """Give a directory to fill, which gets its name when the block has ended; a kill leaves no half of it."""
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True, exist_ok=True)
-    yield partial
-    partial.rename(directory)
+    shutil.rmtree(unfinished := partial(directory), ignore_errors=True)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    yield unfinished
+    unfinished.rename(directory)
 
 
 def save_pretrained(directory: str | Path, model: PreTrainedModel, tokenizer, **settings: object) -> None:

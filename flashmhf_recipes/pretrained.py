@@ -46,7 +46,8 @@ def load(
 
 def save_fp8(name: str, output: Path, *, tokenizer_name: str | None, device: str, dtype: str) -> None:
     """Write what :func:`load` finds, FlashMHF in FP8, the rest in ``dtype``. Raises OptionError, TrainingError, too."""
-    refuse(output.exists(), f"output is {str(output)!r}, which is there already; choose a new directory")
+    for path in (output, checkpoints.partial(output)):
+        refuse(path.exists(), f"output is {str(output)!r}, and {path} is there already; choose a new directory")
     # float32, so that packed weights are rounded once.
     model, tokenizer = load(name, tokenizer_name=tokenizer_name, device=device, dtype="float32", fp8=True)
     model.to(_DTYPES[dtype])

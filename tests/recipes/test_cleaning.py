@@ -135,8 +135,10 @@ def test_quantize_makes_a_new_directory_whole_or_not_at_all(uninterrupted, tmp_p
     assert not list(output.parent.iterdir())
     pretrained.save_fp8(model, output, **settings)
     assert (output / "config.json").exists()
-    with pytest.raises(OptionError, match="output is '.*fp8', which is there already; choose a new directory"):
-        pretrained.save_fp8(model, output, **settings)
+    (tmp_path / "mine.partial").mkdir()
+    for taken in (output, tmp_path / "mine"):
+        with pytest.raises(OptionError, match=f"output is '{taken}', and {taken}.* is there already; choose a new dir"):
+            pretrained.save_fp8(model, taken, **settings)
 
 
 @pytest.mark.parametrize("rank", ["1", "", "0"])
