@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 from transformers.integrations import get_reporting_integration_callbacks
 
 from flashmhf.models.configuration import FlashMHFConfig
-from flashmhf.models.presets import SCALES, Preset, preset
+from flashmhf.models.presets import SCALES, preset
 
 from . import fused_loss
 from .arguments import chosen_device, fits, one_path
@@ -146,7 +146,7 @@ class Options:
 
     def resolve(self) -> Options:
         """Return these with absolute paths and the preset's values for None. Raises OptionError for what cannot be."""
-        chosen = self._from_trained() if self.init_from else self._preset()
+        chosen = self._from_trained() if self.init_from else preset(self.preset or "128m")
         scale = chosen.scale if chosen else SCALES["128m"]
         defaults = {"vocab_size": scale.vocabulary, "length": scale.context} if chosen else {}
         defaults |= {name: getattr(scale, name) for name in ("batch", "steps", "learning_rate")}
@@ -179,10 +179,6 @@ class Options:
             value = self.arguments.get(name, getattr(self, name, None))
             given = why and value != getattr(Options, name, None)
             refuse(given, f"{name} is {value!r}, which has no effect {why}; leave it out")
-
-    def _preset(self) -> Preset:
-        name = self.preset or "128m"
-        return preset(f"flashmhf-{name}" if name in SCALES else name)
 
     def _from_trained(self) -> None:
         for name in ("preset", "model", "vocab_size"):
