@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import flashmhf
-from flashmhf import backends, testing
+from flashmhf import backends, ops, testing
 from flashmhf.nn import MHFFN, FlashMHF, SwiGLU
-from flashmhf.ops import mix as ops
 
 from . import timing
 
