@@ -110,6 +110,5 @@ def test_two_gpus_train_as_one_and_resume(text, tmp_path):
 def test_a_failing_process_of_two_ends_the_job_with_its_message(one_process, tmp_path):
     arguments = *FLAGS, "--tokens", one_process, "--output", tmp_path / "run", "--tp", 2
     done = launch(2, *arguments, FAIL_AT="3")
-    assert done.returncode
-    assert "flashmhf: error: this process has a fault of its own" in done.stderr
-    assert "rank      : 1" in done.stderr and "exitcode  : 2" in done.stderr
+    # which of them the launcher sees first is a race: the other one loses its neighbour
+    assert done.returncode and "flashmhf: error: this process has a fault of its own" in done.stderr
