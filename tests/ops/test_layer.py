@@ -223,7 +223,9 @@ CLASSES = [
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("owner", "name", "other"), CLASSES, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize(
+    ("owner", "name", "other"), CLASSES, ids=[f"{owner.__name__}.{name}" for owner, name, _ in CLASSES]
+)
 def test_a_patched_class_counts_in_training_and_at_inference(monkeypatch, owner, name, other, compiled, fresh_dynamo):
     module, served = make(torch.float32, q_norm=True), make_fp8(q_norm=True)
     x = tokens_of(module, 8)
