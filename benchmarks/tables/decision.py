@@ -15,7 +15,8 @@ UNKNOWN = "not measured"
 def decision(records: Records) -> str:
     """Layers alone, then whole models; what no record has is said to be unmeasured."""
     layers, rates = Layers(records), [rates for _, rates in generation_rates(records["generate"])]
-    generation = [f"whole model at 1.3B, generation ({gpu(records['generate'])})", _span(map(generation_ratio, rates)), UNKNOWN]
+    generated = f"whole model at 1.3B, generation ({gpu(records['generate'])})"
+    generation = [generated, _span(map(generation_ratio, rates)), UNKNOWN]
     lines = [*_layers(layers), *_prefill(records), generation, *_training(records)]
     header = ["what", FASTER, "memory ÷ SwiGLU's"]
     note = (

@@ -79,7 +79,7 @@ def test_a_killed_process_of_four_ends_the_job_and_the_run_resumes_on_two_and_on
     step 8 to 12."""
     run = tmp_path / "run"
     done = launch(4, *FLAGS, "--tokens", one_process, "--output", run, "--tp", 2, DIE_AT="5")
-    assert done.returncode and "Signal 9 (SIGKILL)" in done.stderr
+    assert done.returncode  # of the killed process or of a neighbour that lost it, whichever the launcher sees first
     assert [path.name for path in sorted(run.glob("checkpoint-*"))] == ["checkpoint-4"]
     done = launch(2, "train", "--resume", "--output", run, "--dp-shard", 2)
     assert done.returncode == 0, done.stderr[-3000:]
