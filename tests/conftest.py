@@ -23,6 +23,14 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
+
+# Each process of pytest-xdist begins with another GPU, before CUDA starts: cuda:0 of all of them is every GPU in turn.
+if worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
+    gpus = [*filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))]
+    if gpus := gpus or [str(index) for index in range(torch.cuda.device_count())]:
+        first = int(worker) % len(gpus)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+
 from targets import TARGETS, Target  # noqa: E402
 
 import flashmhf  # noqa: E402
@@ -145,3 +153,5 @@ def _as_in_a_fresh_process():
     before = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(before)
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()  # other processes' tests want it
