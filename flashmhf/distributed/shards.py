@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..nn import MHFFN, FlashMHF, ParametricKV
+from ..nn import MHFFN, FlashMHF
 from ..nn.weights import check_held, check_whole
 from ..quantize import Fp8FlashMHF
 from ..quantize.packing import E4M3, check_layout
 
-_NETWORKS = FlashMHF, MHFFN, ParametricKV, Fp8FlashMHF
+_NETWORKS = FlashMHF, MHFFN, Fp8FlashMHF
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def _load(name: str, part: Callable[[Tensor], Tensor], shape: torch.Size, target
 def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
     """Leave one rank's heads in ``network``, in place, for inference; sum its result over the ranks. Return it.
 
-    ``network`` is a FlashMHF, MHFFN, ParametricKV or Fp8FlashMHF; one on the meta device gets empty weights on the
-    default device. ``prefix`` stands before names in messages. Parameters are divided as ``SHARDED`` of the class says,
+    ``network`` is a FlashMHF, MHFFN or Fp8FlashMHF; one on the meta device gets empty weights on the default device.
+    ``prefix`` stands before names in messages. Parameters are divided as ``SHARDED`` of the class says,
     buffers become parameters, and all get a ``weight_loader(parameter, whole)``, which takes a checkpoint's tensors.
 
     Raises ValueError if the ranks do not divide the heads and for weights that are sharded already, offloaded,
@@ -73,15 +73,14 @@ def shard(network: nn.Module, rank: Rank, prefix: str = "") -> nn.Module:
     """
     checks.instance("rank", rank, Rank)
     if not isinstance(network, _NETWORKS):
-        raise TypeError(f"network is a {type(network).__name__}; supported: FlashMHF, MHFFN, ParametricKV, Fp8FlashMHF")
+        raise TypeError(f"network is a {type(network).__name__}; supported: FlashMHF, MHFFN, Fp8FlashMHF")
     if network.in_proj is None:
         raise NotImplementedError("skip_linear is True; supported: False")
     check_held("", network, empty=True)
     check_whole("", network)
     if any(hasattr(parameter, "weight_loader") for parameter in network.parameters()):
         raise ValueError("network is one rank's part already; supported: whole networks, such as a copy for each rank")
-    keys = network.k8 if hasattr(network, "k8") else network.k
-    heads, kv_heads = rank.of("num_heads", network.num_heads), rank.of("num_kv_heads", len(keys))
+    heads, kv_heads = (rank.of(name, getattr(network, name)) for name in ("num_heads", "num_kv_heads"))
     network.num_heads, network.num_kv_heads = heads, kv_heads
     for name, whole in [*network.named_parameters(), *network.named_buffers()]:
         part = partial(_part, name, rank, network.SHARDED)

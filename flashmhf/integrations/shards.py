@@ -13,15 +13,15 @@ from ..quantize.modules import METHOD
 def served_feed_forward(config, rank: Rank = Rank(), prefix: str = "") -> nn.Module:  # noqa: B008  frozen
     """Return the multi-head network, empty, that a FlashMHFConfig names (in FP8 if recorded), with ``rank``'s heads.
 
-    Raises NotImplementedError as :func:`shard` does, for "dense_moe" and for "swiglu", which engines build themselves,
-    ValueError for heads that the ranks do not divide.
+    Raises NotImplementedError as :func:`shard` does, and for "swiglu", which engines build themselves, ValueError for
+    heads that the ranks do not divide.
     """
     from ..models.modeling import feed_forward  # not above: transformers is optional
     from ..models.quantization import FlashMHFFp8Config
     from ..models.record import NETWORKS
 
-    if config.ffn_type not in ("flashmhf", "mh_ffn", "pkv"):
-        supported = "flashmhf, mh_ffn, pkv; swiglu as the engine's own network"
+    if config.ffn_type == "swiglu":
+        supported = "flashmhf, mh_ffn; swiglu as the engine's own network"
         raise NotImplementedError(f"ffn_type is {config.ffn_type!r}; supported: {supported}")
     with torch.device("meta"):
         network = feed_forward(config)

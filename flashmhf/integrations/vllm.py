@@ -44,9 +44,7 @@ class FlashMHFDecoderLayer(llama.LlamaDecoderLayer):
 
 
 class FlashMHFForCausalLM(llama.LlamaForCausalLM):
-    """vLLM's interface of :class:`flashmhf.models.FlashMHFForCausalLM`: FP8, parallelism, every ``ffn_type`` but
-    "dense_moe".
-    """
+    """vLLM's interface of :class:`flashmhf.models.FlashMHFForCausalLM`: FP8, parallelism, every ``ffn_type``."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=FlashMHFDecoderLayer)

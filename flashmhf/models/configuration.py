@@ -13,10 +13,12 @@ from ..nn.flashmhf import default_num_heads, default_subnet_dim
 from ..nn.init import DEFAULT_INIT, INITS, OfficialInit
 from ..reference import ACTIVATIONS
 
-FFN_TYPES = ("swiglu", "mh_ffn", "pkv", "dense_moe", "flashmhf")
-_MULTI_HEAD = ("mh_ffn", "pkv", "flashmhf")
-_GATED = ("dense_moe", "flashmhf")
-_OPERATOR = ("mh_ffn", "flashmhf")  # what the operator computes
+FFN_TYPES = ("swiglu", "mh_ffn", "flashmhf")
+_FORMER_TYPES = ("pkv", "dense_moe")  # the paper's other networks, which are modules alone
+_LACKING = {
+    "swiglu": ("ffn_num_heads", "ffn_num_subnets", "ffn_num_kv_heads", "ffn_q_norm", "ffn_skip_linear"),
+    "mh_ffn": ("ffn_num_subnets",),
+}
 _ATTENTION_PLAN = {name: style for name, style in LlamaConfig.base_model_tp_plan.items() if ".mlp." not in name}
 # A saved model names this module, so that AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True) finds
 # the classes where flashmhf is installed but not imported. The module holds no code of the model.
@@ -50,19 +52,19 @@ class FlashMHFConfig(LlamaConfig):
     """Configure a Llama with a choice of feed-forward network.
 
     Args:
-        ffn_type: "swiglu", "mh_ffn" (section 3.1), "flashmhf" (section 3.2), and section 4's "pkv" and "dense_moe".
-        intermediate_size: d_ff = E d_e; a head's width for "mh_ffn", the keys of a head for "pkv".
-        ffn_num_heads: H, a divisor of hidden_size, of multi-head networks; None as in :func:`flashmhf.replace_ffn`.
-        ffn_num_subnets: E, a divisor of intermediate_size, of "flashmhf" and "dense_moe"; None for d_e near 8/3 d_h,
-            a multiple of 64 or else of 16 if there is one.
-        ffn_num_kv_heads, ffn_q_norm, ffn_skip_linear: as in :class:`flashmhf.FlashMHF`; of "flashmhf" and "mh_ffn", as
-            is a hidden_act "gelu", "relu" or "relu2" beside "silu".
+        ffn_type: "flashmhf" (section 3.2), "mh_ffn" (section 3.1), or the baseline, "swiglu", which has none of the
+            settings of heads and takes hidden_act "silu" alone; the others "gelu", "relu" and "relu2", too.
+        intermediate_size: d_ff = E d_e; a head's width for "mh_ffn".
+        ffn_num_heads: H, a divisor of hidden_size; None as in :func:`flashmhf.replace_ffn`.
+        ffn_num_subnets: E of "flashmhf", a divisor of intermediate_size; None for d_e near 8/3 d_h, a multiple of 64 or
+            else of 16 if there is one.
+        ffn_num_kv_heads, ffn_q_norm, ffn_skip_linear: as in :class:`flashmhf.FlashMHF`.
         ffn_router_eps: the eps of the gate's normalisation.
         ffn_norm: whether an RMSNorm precedes the network (negates ``mhffnmoe_disable_original_mlp_rmsnorm``).
         ffn_init, ffn_official_init: flashmhf.nn.init's "balanced", "official" (with the gains of OfficialInit) or
-            "normal"; None for "balanced", or "normal" with "pkv". All else is drawn from N(0, initializer_range).
+            "normal". All else is drawn from N(0, initializer_range).
         ffn_backend, ffn_deterministic: as in :func:`flashmhf.flash_mhf`; "naive" is a back end of "mh_ffn", too.
-        mlp_bias: give the projections biases ("dense_moe" has none).
+        mlp_bias: give the projections biases.
 
     Raises huggingface_hub's StrictDataclassError for wrong types, sizes that do not divide, and settings that the
     chosen network lacks.
@@ -79,7 +81,7 @@ class FlashMHFConfig(LlamaConfig):
     ffn_skip_linear: bool = False
     ffn_router_eps: float | int = 1e-20
     ffn_norm: bool = True
-    ffn_init: str | None = None
+    ffn_init: str = DEFAULT_INIT
     ffn_official_init: dict | None = None
     ffn_backend: str = "auto"
     ffn_deterministic: bool | None = None
@@ -87,13 +89,11 @@ class FlashMHFConfig(LlamaConfig):
     def __post_init__(self, **kwargs):
         if self.ffn_type == "swiglu":
             self.base_model_tp_plan = dict(LlamaConfig.base_model_tp_plan)
-        if self.ffn_num_heads is None and self.ffn_type in _MULTI_HEAD:
+        elif self.ffn_num_heads is None:
             self.ffn_num_heads = default_num_heads(self.hidden_size)
-        if self.ffn_num_subnets is None and self.ffn_type in _GATED:
-            head_dim = self.hidden_size // max(1, self.ffn_num_heads or 1)
+        if self.ffn_num_subnets is None and self.ffn_type == "flashmhf":
+            head_dim = self.hidden_size // max(1, self.ffn_num_heads)
             self.ffn_num_subnets = _num_subnets(self.intermediate_size, default_subnet_dim(max(1, head_dim)))
-        if self.ffn_init is None:
-            self.ffn_init = "normal" if self.ffn_type == "pkv" else DEFAULT_INIT
         if self.hidden_act == "swish":  # transformers' other name of it
             self.hidden_act = "silu"
         super().__post_init__(**kwargs)
@@ -127,33 +127,29 @@ class FlashMHFConfig(LlamaConfig):
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers"):
             positive(name, getattr(self, name))
         divisor("num_key_value_heads", self.num_key_value_heads, "num_attention_heads", self.num_attention_heads)
+        if self.ffn_type not in FFN_TYPES:
+            former = ", which flashmhf 0.1 had" if self.ffn_type in _FORMER_TYPES else ""
+            raise ValueError(f"ffn_type is {self.ffn_type!r}{former}; supported: {', '.join(FFN_TYPES)}")
         known = [name for name in self.__dataclass_fields__ if name.startswith("ffn_")]
         if unknown := sorted(name for name in vars(self) if name.startswith("ffn_") and name not in known):
             raise ValueError(f"unknown settings: {unknown}; supported: {', '.join(known)}")
-        if self.ffn_type not in FFN_TYPES:
-            raise ValueError(f"ffn_type is {self.ffn_type!r}; supported: {', '.join(FFN_TYPES)}")
         choice("ffn_init", self.ffn_init, INITS)
-        activations = ACTIVATIONS if self.ffn_type in _OPERATOR else ("silu",)
+        activations = ("silu",) if self.ffn_type == "swiglu" else ACTIVATIONS
         if self.hidden_act not in activations:
             supported = ", ".join(map(repr, activations))
             raise ValueError(f"hidden_act is {self.hidden_act!r}; ffn_type={self.ffn_type!r} supports: {supported}")
-        for name, kinds, of in (
-            ("ffn_num_heads", _MULTI_HEAD, "hidden_size"), ("ffn_num_subnets", _GATED, "intermediate_size"),
+        for name in _LACKING.get(self.ffn_type, ()):
+            if (value := getattr(self, name)) is not None and value is not False:
+                raise ValueError(f"{name} is {value}; ffn_type={self.ffn_type!r} has none, leave it out")
+        for name, of in (
+            ("ffn_num_heads", "hidden_size"), ("ffn_num_kv_heads", "ffn_num_heads"),
+            ("ffn_num_subnets", "intermediate_size"),
         ):  # fmt: skip
-            if self.ffn_type in kinds:
+            if getattr(self, name) is not None:
                 divisor(name, getattr(self, name), of, getattr(self, of))
-            elif getattr(self, name) is not None:
-                raise ValueError(f"{name} is {getattr(self, name)}; ffn_type={self.ffn_type!r} has none, leave it out")
-        for name in ("ffn_q_norm", "ffn_skip_linear", "ffn_num_kv_heads"):
-            if (value := getattr(self, name)) and self.ffn_type not in _OPERATOR:
-                raise ValueError(f"{name}={value} needs ffn_type='flashmhf' or 'mh_ffn', got {self.ffn_type!r}")
-        if self.ffn_num_kv_heads is not None:
-            divisor("ffn_num_kv_heads", self.ffn_num_kv_heads, "ffn_num_heads", self.ffn_num_heads)
         if self.ffn_skip_linear and self.mlp_bias:
             raise ValueError("mlp_bias=True is not supported with ffn_skip_linear=True, without W_in and W_out")
         self.official_init  # noqa: B018  raises for unknown gains
-        if self.mlp_bias and self.ffn_type == "dense_moe":
-            raise ValueError("mlp_bias=True is not supported with ffn_type='dense_moe'")
 
     @property
     def official_init(self) -> OfficialInit:

@@ -9,7 +9,7 @@ from transformers import GenerationMixin, LlamaForCausalLM, LlamaModel, LlamaPre
 from transformers import modeling_layers as layers
 from transformers.models.llama import modeling_llama as llama
 
-from ..nn import MHFFN, DenseMoE, FlashMHF, ParametricKV, SwiGLU
+from ..nn import MHFFN, FlashMHF, SwiGLU
 from ..nn.init import Scheme, draws_itself
 from ..nn.multihead import HeadRMSNorm
 from ..nn.network import FixedDtypes, Network
@@ -29,13 +29,9 @@ def feed_forward(config: FlashMHFConfig) -> Network:
             return SwiGLU(d_model, width, bias=config.mlp_bias)
         case "mh_ffn":
             return MHFFN(d_model, heads, width, **operator)
-        case "pkv":
-            return ParametricKV(d_model, heads, width, bias=config.mlp_bias)
-        case "dense_moe":
-            return DenseMoE(d_model, config.ffn_num_subnets, config.ffn_subnet_dim, router_eps=config.ffn_router_eps)
         case "flashmhf":
-            operator |= {"router_eps": config.ffn_router_eps}
-            return FlashMHF(d_model, heads, config.ffn_num_subnets, config.ffn_subnet_dim, **operator)
+            sizes = heads, config.ffn_num_subnets, config.ffn_subnet_dim
+            return FlashMHF(d_model, *sizes, router_eps=config.ffn_router_eps, **operator)
 
 
 def check_complete(source: object, missing: Iterable[str]) -> None:

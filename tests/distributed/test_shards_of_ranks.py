@@ -21,7 +21,6 @@ KINDS = {
     "q_norm and bias": lambda: flashmhf.FlashMHF(*SIZES, q_norm=True, bias=True),
     "grouped": lambda: flashmhf.FlashMHF(*SIZES, num_kv_heads=2, activation="relu"),
     "mh_ffn": lambda: flashmhf.MHFFN(D_MODEL, HEADS, 96, activation="gelu", q_norm=True),
-    "pkv": lambda: flashmhf.ParametricKV(D_MODEL, HEADS, 96, bias=True),
     "fp8": lambda: quantize.to_fp8(flashmhf.FlashMHF(*SIZES, num_kv_heads=2)),
     "fp8, q_norm and bias": lambda: quantize.to_fp8(flashmhf.FlashMHF(*SIZES, q_norm=True, bias=True)),
 }

@@ -25,7 +25,6 @@ def test_the_network_of_a_configuration():
     for ffn, settings in (
         ("flashmhf", {"ffn_q_norm": True, "ffn_num_kv_heads": 1, "hidden_act": "relu"}),
         ("mh_ffn", {"ffn_q_norm": True, "hidden_act": "gelu", "mlp_bias": True}),
-        ("pkv", {}),
         ("fp8", {"ffn_q_norm": True, "mlp_bias": True, "ffn_num_kv_heads": 1}),
     ):
         config = preset(f"{ffn}-tiny" if ffn != "fp8" else "flashmhf-tiny").config(**settings)
@@ -41,8 +40,7 @@ def test_the_network_of_a_configuration():
             assert torch.equal(served(x), whole(x)), ffn
     tiny, partly = preset("flashmhf-tiny").config, FlashMHFFp8Config().to_dict() | {"fp8": ["model.layers.0.mlp"]}
     for config, error, message in (
-        (preset("swiglu-tiny").config(), NotImplementedError, "ffn_type is 'swiglu'; supported: flashmhf, mh_ffn, pkv"),
-        (preset("dense_moe-tiny").config(), NotImplementedError, "'dense_moe'; supported: .*; swiglu as the engine"),
+        (preset("swiglu-tiny").config(), NotImplementedError, "ffn_type is 'swiglu'; supported: flashmhf, mh_ffn"),
         (tiny(ffn_num_kv_heads=1), ValueError, "num_kv_heads is 1; supported: multiples of the tensor-parallel size 2"),
         (tiny(quantization_config=partly), NotImplementedError, "networks of other sizes or partly in FP8"),
         (tiny(flashmhf_networks={"model.layers.0.mlp": {}}), NotImplementedError, "networks of other sizes or partly"),

@@ -67,7 +67,7 @@ def test_save_and_load_bit_equal(ffn, tied, tmp_path):
     assert (again.lm_head.weight.data_ptr() == again.model.embed_tokens.weight.data_ptr()) == tied
     # a saved configuration names its initialisation, so that another default changes nothing about it
     written = json.loads((tmp_path / "config.json").read_text())
-    assert written["ffn_init"] == model.config.ffn_init == ("normal" if ffn == "pkv" else "balanced")
+    assert written["ffn_init"] == model.config.ffn_init == "balanced"
 
 
 LOADED_ELSEWHERE = """
@@ -250,12 +250,14 @@ def test_parallel_plans_name_existing_modules(ffn):
     ({"ffn_num_heads": 5}, "ffn_num_heads is 5; it must divide hidden_size = 128"),
     ({"ffn_num_subnets": 3}, "ffn_num_subnets is 3; it must divide intermediate_size = 256"),
     ({"ffn_type": "swiglu"}, "ffn_num_heads is 2; ffn_type='swiglu' has none"),
-    ({"ffn_type": "pkv", "ffn_num_subnets": None, "ffn_q_norm": True},
-     "ffn_q_norm=True needs ffn_type='flashmhf' or 'mh_ffn'"),
+    ({"ffn_type": "mh_ffn"}, "ffn_num_subnets is 2; ffn_type='mh_ffn' has none"),
+    ({"ffn_type": "pkv"}, "ffn_type is 'pkv', which flashmhf 0.1 had; supported: swiglu, mh_ffn, flashmhf"),
+    ({"ffn_type": "dense_moe", "ffn_num_heads": None}, "ffn_type is 'dense_moe', which flashmhf 0.1 had; supported"),
+    *(({"ffn_type": "swiglu", "ffn_num_heads": None, "ffn_num_subnets": None} | lacking, "; ffn_type='swiglu' has none")
+      for lacking in ({"ffn_q_norm": True}, {"ffn_skip_linear": True}, {"ffn_num_kv_heads": 1}, {"ffn_num_heads": 0})),
     ({"ffn_init": "zeros"}, "ffn_init is 'zeros'"),
     ({"hidden_act": "tanh"}, "hidden_act is 'tanh'; ffn_type='flashmhf' supports: 'silu', 'gelu', 'relu', 'relu2'"),
     ({"ffn_num_kv_heads": 3}, "ffn_num_kv_heads is 3; it must divide ffn_num_heads = 2"),
-    ({"ffn_type": "pkv", "ffn_num_subnets": None, "ffn_skip_linear": True}, "ffn_skip_linear=True needs ffn_type"),
     ({"ffn_skip_linear": True, "mlp_bias": True}, "mlp_bias=True is not supported with ffn_skip_linear=True"),
     ({"ffn_official_init": {"gate": 2.0}}, r"ffn_official_init has \['gate'\]; supported: in_proj"),
     ({"ffn_num_subnet": 4}, r"unknown settings: \['ffn_num_subnet'\]; supported: ffn_type, ffn_num_heads, ffn_n"),
@@ -285,7 +287,6 @@ def test_configuration_defaults():
     assert (config.ffn_num_heads, config.ffn_num_subnets, config.ffn_subnet_dim) == (6, 4, 384)
     assert config.ffn_type == "flashmhf"
     assert FlashMHFConfig().ffn_subnet_dim == 256  # transformers builds one to tell what differs from the defaults
-    assert FlashMHFConfig(ffn_type="dense_moe").ffn_num_subnets == 1
     # of 64, 64, 64, 96 and 128: sizes that the kernels have
     for width, heads in ((64, 1), (576, 9), (960, 15), (1056, 11), (1152, 9)):
         assert FlashMHFConfig(hidden_size=width, num_attention_heads=1, intermediate_size=64).ffn_num_heads == heads

@@ -38,7 +38,6 @@ def test_layouts(sizes, processes, expected):
 
 
 @pytest.mark.parametrize(("ffn", "model", "message"), [
-    ("dense_moe", {}, "tp is 2: .* without a FlashMHF, MHFFN or SwiGLU network"),
     ("flashmhf", {"ffn_num_heads": 1},
      r"tp is 2: model.layers.0.mlp has H = 1 heads .* size 2; supported: sizes that divide H"),
     ("flashmhf", {"num_key_value_heads": 1}, "tp is 2: model.layers.0.self_attn.k_proj has 1 heads"),

@@ -81,7 +81,7 @@ def test_paths_in_python(tmp_path):
 @pytest.mark.parametrize(("settings", "name"), [
     ({}, "flashmhf-128m"),
     ({"preset": "tiny"}, "flashmhf-tiny"),
-    ({"preset": "pkv-370m"}, "pkv-370m"),
+    ({"preset": "mh_ffn-370m"}, "mh_ffn-370m"),
     ({"preset": "flashmhf-1.3b-dh64"}, "flashmhf-1.3b-dh64"),
 ])  # fmt: skip
 def test_presets_and_networks_combine(settings, name):
@@ -107,10 +107,11 @@ def test_presets_and_networks_combine(settings, name):
     ({"device": "tpu"}, "device is 'tpu'; supported: auto, cpu, cuda"),
     ({"preset": "flashmhf-7b"}, "no preset 'flashmhf-7b'; supported: .*flashmhf-1.3b"),
     ({"preset": "128mm"}, "no preset '128mm'"),
+    ({"preset": "pkv-370m"}, "no preset 'pkv-370m'"),
     ({"data": []}, "give one of data and tokens"),
     ({"tokens": "run"}, "give one of data and tokens"),
     ({"model": {"vocab_size": 9999}}, "model cannot set vocab_size; use vocab_size"),
-    ({"model": {"ffn_type": "pkv"}}, "model cannot set ffn_type; use preset"),
+    ({"model": {"ffn_type": "mh_ffn"}}, "model cannot set ffn_type; use preset"),
     ({"model": {"pad_token_id": 3}}, "model cannot set pad_token_id; use tokenizer"),
     ({"model": {"hiden_size": 64}}, "model cannot set hiden_size; did you mean hidden_size"),
     ({"model": {"max_position_embeddings": 64}}, "model sets max_position_embeddings to 64, below length = 128"),
