@@ -15,7 +15,16 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rows import Row, differences, differences_on_the_way, interval, most_seeds_then_lowest, pairs, rows
+from rows import (
+    Row,
+    differences,
+    differences_on_the_way,
+    interval,
+    losses_after,
+    most_seeds_then_lowest,
+    pairs,
+    rows,
+)
 from runs import finished_runs, write_lines
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -52,7 +61,7 @@ def plots(found: list[Row], folder: Path) -> None:
         way = Figure(figsize=(5.4, 3), layout="constrained")
         axes, lines = ended.subplots(), way.subplots()
         for place, (ours, theirs) in enumerate(long):
-            each = differences(ours, theirs)
+            each = differences(ours.losses, theirs.losses)
             axes.errorbar(statistics.mean(each), place, xerr=interval(each), fmt="o", capsize=3, color=OURS)
             style = {"color": OURS, "linewidth": 1.5, "alpha": 0.4 + 0.6 * place / max(1, len(long) - 1)}
             if points := differences_on_the_way(ours, theirs):
@@ -83,9 +92,8 @@ def network(row: Row) -> str:
     return f"{NETWORKS[settings['ffn']]} {', '.join(sizes)}"
 
 
-def _difference(ours: Row, theirs: Row) -> str:
-    """The mean over the seeds that both have, and half its interval where there are several."""
-    found = differences(ours, theirs)
+def _difference(found: list[float]) -> str:
+    """The mean, and half its interval where there are several."""
     half = interval(found)
     return f"{statistics.mean(found):+.4f}" + ("" if half is None else f" ± {half:.4f}")
 
@@ -95,12 +103,14 @@ def _table(header: list[str], lines: list[list[str]]) -> str:
     return "\n".join([f"| {' | '.join(header)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
-def _speed_on_an_h100(row: Row, found: list[Row]) -> float:
-    """Tokens per second, the mean over the runs of this model at any rate and of any length, which leave it alone."""
+def _speed_on_an_h100(row: Row, found: list[Row]) -> float | None:
+    """Tokens per second, the mean over the runs of this model at any rate and of any length, which leave it alone;
+    None where no run was timed."""
     free = {"learning_rate": None, "size": None, "steps": None}
     same = (each for each in found if each.configuration | free == row.configuration | free)
     records = (record for each in same for record in each.records if "H100" in record["device"])
-    return statistics.mean(record["tokens_per_second"] for record in records if record["tokens_per_second"])
+    speeds = [record["tokens_per_second"] for record in records if record["tokens_per_second"]]
+    return statistics.mean(speeds) if speeds else None
 
 
 def pairs_block(found: list[Row]) -> str:
@@ -110,10 +120,25 @@ def pairs_block(found: list[Row]) -> str:
         losses = [f"{row.mean:.3f}" for row in (ours, theirs)]
         speed, other = (_speed_on_an_h100(row, found) for row in (ours, theirs))
         memory = [f"{row.records[0]['peak_memory'] / 2**30:.1f}" for row in (ours, theirs)]
-        cells = [ours.title, f"{ours.layers} for {theirs.layers}", *losses, _difference(ours, theirs)]
-        lines.append([*cells, f"{speed / other:.2f}", *memory, str(len(differences(ours, theirs)))])
+        each = differences(ours.losses, theirs.losses)
+        cells = [ours.title, f"{ours.layers} for {theirs.layers}", *losses, _difference(each)]
+        lines.append([*cells, f"{speed / other:.2f}" if speed and other else "–", *memory, str(len(each))])
     header = ["size, tokens", "layers", "loss", "SwiGLU's", "difference, nats", "speed ÷ SwiGLU's", "GiB", "SwiGLU's"]
     return _table([*header, "seeds"], lines)
+
+
+def longer_block(found: list[Row]) -> str:
+    """A line per 20 tokens per parameter of the trainings that see 40 and more: the losses of both networks there."""
+    lines = []
+    for ours, theirs in (pair for pair in pairs(found) if pair[0].is_long and pair[0].per_parameter > 39):
+        ends = round(ours.per_parameter)
+        points = {each: each * ours.non_embedding for each in range(20, ends, 20)} | {ends: ours.tokens}
+        for per_parameter, tokens in points.items():
+            there = [losses_after(row, tokens) for row in (ours, theirs)]
+            each = differences(*there)
+            losses = [f"{statistics.mean(losses.values()):.3f}" for losses in there]
+            lines.append([_pair_name(ours, theirs), str(per_parameter), *losses, _difference(each), str(len(each))])
+    return _table(["pair", "tokens per parameter", "loss", "SwiGLU's", "difference, nats", "seeds"], lines)
 
 
 def short_block(found: list[Row]) -> str:
@@ -122,7 +147,8 @@ def short_block(found: list[Row]) -> str:
     for ours, theirs in (pair for pair in pairs(found) if not pair[0].is_long):
         sizes = [ours.title, f"{ours.per_parameter:.1f}", f"{ours.layers} for {theirs.layers}"]
         losses = [f"{row.mean:.3f}" for row in (ours, theirs)]
-        lines.append([*sizes, *losses, _difference(ours, theirs), str(len(differences(ours, theirs)))])
+        each = differences(ours.losses, theirs.losses)
+        lines.append([*sizes, *losses, _difference(each), str(len(each))])
     header = ["size, tokens", "tokens per parameter", "layers", "loss", "SwiGLU's", "difference, nats", "seeds"]
     return _table(header, lines)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from runs import finished_runs
 
 # Settings that only some commits of compare.py had, with what the others did.
@@ -101,9 +102,9 @@ def pairs(found: list[Row]) -> list[tuple[Row, Row]]:
     return chosen
 
 
-def differences(ours: Row, theirs: Row) -> list[float]:
+def differences(ours: dict[int, float], theirs: dict[int, float]) -> list[float]:
     """Return FlashMHF's loss minus SwiGLU's for each seed that both have."""
-    return [ours.losses[seed] - theirs.losses[seed] for seed in sorted(set(ours.losses) & set(theirs.losses))]
+    return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
 
 
 def on_the_way(record: dict) -> dict[int, float]:
@@ -113,6 +114,15 @@ def on_the_way(record: dict) -> dict[int, float]:
     kinds = record["validation"]
     share = (record["validation_loss"] - kinds["prose"]) / (kinds["code"] - kinds["prose"])
     return {each["tokens"]: share * each["code"] + (1 - share) * each["prose"] for each in record["evaluations"]}
+
+
+def losses_after(row: Row, tokens: float) -> dict[int, float]:
+    """Seed -> loss after ``tokens``, on the line between two evaluations; at the end of a run its final loss."""
+    found = {}
+    for record in row.records:
+        points = on_the_way(record) | {row.tokens: record["validation_loss"]}
+        found[record["configuration"]["seed"]] = float(np.interp(tokens, list(points), list(points.values())))
+    return found
 
 
 def differences_on_the_way(ours: Row, theirs: Row) -> dict[int, float]:

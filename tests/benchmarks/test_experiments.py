@@ -124,6 +124,36 @@ def test_two_processes_train_as_one(tokens, tmp_path):
             assert two[kind] == pytest.approx(one[kind], abs=2e-4), (name, kind)
 
 
+def finished_long_run(ffn, seed, change=0.0, **configuration):
+    """A line of a training of 60 tokens per parameter whose loss falls by 1 in each third, plus ``change``."""
+    ours = {"heads": 3, "subnets": 3, "layers": 7, "width": 768} if ffn == "flashmhf" else {"layers": 8, "width": 832}
+    sizes = {"size": "12M, 745M tokens", "non_embedding": 12_400_000, "steps": 11_360, "learning_rate": 5.6e-3}
+    run = runs.Run(name=f"{ffn}-{seed}-{len(configuration)}", ffn=ffn, seed=seed, **sizes | ours | configuration)
+    points = {tokens: 5 - tokens / 248_000_000 + change for tokens in range(62_000_000, 744_000_000, 62_000_000)}
+    return {
+        "run": run.name, "configuration": dataclasses.asdict(run), "non_embedding": 12_400_000, "device": "NVIDIA H200",
+        "evaluations": [{"tokens": tokens, "prose": loss + 1, "code": loss} for tokens, loss in points.items()],
+        "validation_loss": 2.25 + change, "validation": {"prose": 3 + change, "code": 2 + change},
+        "tokens_per_second": None, "peak_memory": 2**30,
+    }  # fmt: skip
+
+
+def test_a_long_training_is_told_by_tokens_per_parameter(tmp_path):
+    """Losses at a third, two thirds and the end over the seeds that both have, with the interval of the difference."""
+    lines = [finished_long_run("swiglu", seed, 0.01 * seed) for seed in range(2)]
+    lines += [finished_long_run("flashmhf", seed, 0.01 * seed + change) for seed, change in ((0, -0.001), (1, -0.003))]
+    lines.append(finished_long_run("flashmhf", 0, -1.0, learning_rate=8e-3))  # lower, of one seed alone
+    lines += [finished_long_run(ffn, 0, size="12M, 249M tokens", steps=3_800) for ffn in ("swiglu", "flashmhf")]
+    runs.write_lines(tmp_path / "runs.jsonl", lines)
+    found = report.rows([tmp_path / "runs.jsonl"])
+    assert report.longer_block(found).splitlines()[2:] == [
+        "| 12M, 7 layers for 8 | 20 | 4.253 | 4.255 | -0.0020 ± 0.0127 | 2 |",
+        "| 12M, 7 layers for 8 | 40 | 3.253 | 3.255 | -0.0020 ± 0.0127 | 2 |",
+        "| 12M, 7 layers for 8 | 60 | 2.253 | 2.255 | -0.0020 ± 0.0127 | 2 |",
+    ]
+    assert report.pairs_block(found).splitlines()[-1].endswith("-0.0020 ± 0.0127 | – | 1.0 | 1.0 | 2 |")  # no speed
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"micro_batch": 3}, "batch is 4, micro_batch 3, on 1 processes; supported: each a multiple of the next"),
     ({"non_embedding": 100_000}, "non-embedding parameters; tiny is 100,000 within 1%"),
