@@ -43,6 +43,7 @@ SUITES = {  # name -> module of benchmarks.suites, its parts
     "operator": ("operator", ("forward", "backward")), "layer": ("layer", ("latency", "training", "decode")),
     "decode": ("layer", ("decode",)), "fp8": ("fp8", ("operator", "decode", "networks")),
     "serving": ("inference", ("serving",)), "host": ("inference", ("host",)),
+    "triton": ("triton", ("operator", "few", "networks", "host")),
     "model": ("models", ("prefill",)), "generate": ("models", ("generate",)), "train": ("models", ("train",)),
 }  # fmt: skip
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
@@ -58,6 +59,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, object]:
     add = parser.add_argument
     add("--suite", choices=SUITES, required=True)
     add("--out", type=pathlib.Path, metavar="PREFIX", help="write PREFIX_DEVICE.json and PREFIX_DEVICE.md")
+    add("--as", dest="architecture", metavar="sm80", help="Triton's code for another GPU, on this one")
     add("--base", metavar="FOLDER_OR_COMMIT", help="another build to measure in turn with this one")
     add("--turns", type=int, default=2, help="with --base: how often each cell is measured (2)")
     add("--apart", type=float, metavar="SECONDS", help="each cell in a process of its own, ended after them")
@@ -74,6 +76,10 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, object]:
         suite = importlib.import_module(f".suites.{name}", __package__)
         suite.add_options(parser)
     options = parser.parse_args(arguments)
+    if options.architecture:
+        from .harness import proxy
+
+        proxy.pretend(options.architecture)
     if options.device.type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this PyTorch sees no CUDA GPU")
     return options, suite
@@ -95,7 +101,9 @@ def make_context(options: argparse.Namespace):
 def new_record(options: argparse.Namespace) -> dict:
     from .harness.environment import describe
 
-    settings = {name: getattr(options, name) for name in ("dtype", "rounds", "window", "parts", "memory")}
+    settings = {
+        name: getattr(options, name) for name in ("dtype", "rounds", "window", "parts", "memory", "architecture")
+    }
     return {"suite": options.suite, "environment": describe(options.device), "settings": settings, "rows": []}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import flashmhf
 from flashmhf import reference, testing
 
-from ..harness import timing
+from ..harness import proxy, timing
 from ..harness.measure import LIMITS, Cell, Context, MissingError, Prepared, clear, require
 from .shapes import BATCH, LENGTHS
 from .subjects import why_no_backend
@@ -112,7 +112,7 @@ def swiglu_like(p: testing.Problem) -> torch.nn.Module:
     module = flashmhf.SwiGLU(heads * head_dim, subnets * subnet_dim, device=p.q.device, dtype=p.q.dtype)
     for weight in module.parameters():
         torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-    return module
+    return proxy.of_triton(module)
 
 
 def _forward_subjects(backend: str, compared: bool, swiglu: torch.nn.Module | None) -> dict[str, Subject]:

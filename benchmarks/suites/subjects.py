@@ -14,7 +14,7 @@ import pathlib
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.utils.checkpoint
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import flashmhf
 from flashmhf import reference
 
+from ..harness import proxy
 from ..harness.environment import brief
 from .shapes import Shape
 
@@ -124,6 +125,34 @@ def _make_dense_moe(shape: Shape, settings: Settings) -> nn.Module:
     return flashmhf.DenseMoE(*size, **like)
 
 
+class _Operator(nn.Module):
+    """The heads' networks alone, with given gates: r [H, E] stands for those of every token."""
+
+    def __init__(self, shape: Shape, settings: Settings, backend: str):
+        super().__init__()
+        self.shape, self.backend, like = shape, backend, {"device": settings.device, "dtype": settings.dtype}
+        size = shape.heads, shape.subnets, shape.subnet_dim, shape.head_dim
+        self.k, self.u, self.v = (nn.Parameter(torch.empty(size, **like)) for _ in range(3))
+        self.r = nn.Parameter(torch.empty(shape.heads, shape.subnets, device=settings.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (self.shape.heads, -1))
+        r = self.r.expand(*x.shape[:-1], -1, -1).contiguous()
+        return torch.ops.flashmhf.forward(q, self.k, self.u, self.v, r, backend=self.backend).flatten(-2)
+
+
+def _exact_operator(shape: Shape, w: Weights, x: Tensor) -> Tensor:
+    r = w["r"].expand(*x.shape[:-1], -1, -1)
+    q = x.unflatten(-1, (shape.heads, -1))
+    return reference.forward(q, w["k"], w["u"], w["v"], r).flatten(-2)
+
+
+def _compiled_module() -> Call:
+    """One graph serves all weight sets."""
+    torch._dynamo.reset()
+    return torch.compile(lambda module, x: module(x), dynamic=False, options=proxy.options())
+
+
 # SwiGLU and its relatives
 
 
@@ -143,7 +172,7 @@ def _exact_swiglu(shape: Shape, w: Weights, x: Tensor) -> Tensor:
 def _compiled_caller() -> Call:
     """Compile for static shapes without earlier graphs. One graph serves all weight sets."""
     torch._dynamo.reset()
-    compiled = torch.compile(_swiglu, dynamic=False, fullgraph=True)
+    compiled = torch.compile(_swiglu, dynamic=False, fullgraph=True, options=proxy.options())
     return lambda module, x: compiled(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)
 
 
@@ -257,6 +286,22 @@ def _ours(backend: str) -> Subject:
 
 _ALL = (
     *(_ours(backend) for backend in BACKENDS),
+    replace(
+        _ours("triton"),
+        name="flashmhf_triton_compiled",
+        title="FlashMHF (triton, torch.compile)",
+        caller=_compiled_module,
+    ),
+    Subject(
+        "flashmhf_triton_operator",
+        "the heads' networks (triton)",
+        lambda shape, settings: _Operator(shape, settings, "triton"),
+        _exact_operator,
+        _layers,
+        Shape.kernel_flops,
+        functools.partial(_why_no_backend, "triton"),
+        backward_flops=lambda shape, tokens: 8 * shape.kernel_flops(tokens) // 3,
+    ),
     Subject("swiglu", "SwiGLU (eager)", _make_swiglu, **_SWIGLU),
     Subject("swiglu_compiled", "SwiGLU (torch.compile)", _make_swiglu, caller=_compiled_caller, **_SWIGLU),
     Subject("swiglu_checkpointed", "SwiGLU (checkpointed)", _make_swiglu, caller=_checkpointed_caller, **_SWIGLU),

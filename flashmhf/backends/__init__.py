@@ -106,5 +106,7 @@ def info(q: torch.Tensor | None = None, k: torch.Tensor | None = None, *, activa
     details: dict[str, object] = {"device": device_name, "torch": torch.__version__}
     if hopper.library() is None:
         details["hopper library"] = hopper.build_info()
+    if device.type == "cuda" and reasons["triton"] is None and (untimed := triton.untimed(device)):
+        details["triton"] = untimed
     chosen = next(name for name, reason in reasons.items() if reason is None)
     return Info(None if q is None else chosen, reasons, details)

@@ -108,8 +108,8 @@ def test_gpu_that_is_slower_than_its_owner_expects_warns_once_per_reason(
     (triton, "cuda", (9, 0), torch.float64, {}, "dtype is float64; supported: bfloat16, float16, float32"),
     (triton, "cuda", (9, 0), torch.float16, {"d_h": 48}, "d_h is 48; supported: 16, 32, 64, 96, 128, 192, 256"),
     (triton, "cuda", (9, 0), torch.float16, {"d_e": 24}, "d_e is 24; supported: multiples of 16"),
-    (triton, "cuda", (7, 5), torch.bfloat16, {}, "compute capability 7.5; supported for bfloat16: 8.0"),
-    (triton, "cuda", (7, 5), torch.float16, {}, None),
+    (triton, "cuda", (7, 5), torch.float16, {}, "compute capability 7.5; supported: 8.0"),
+    (triton, "cuda", (8, 0), torch.float16, {}, None),
     (fp8_triton, "cpu", (9, 0), torch.float16, {}, "device is cpu; supported"),
     (fp8_triton, "cuda", (8, 9), torch.float64, {}, "dtype is float64; supported"),
     (fp8_triton, "cuda", (8, 9), torch.bfloat16, {"d_h": 16}, "d_h is 16; supported: 32, 64"),
@@ -185,6 +185,8 @@ def test_each_device_is_described_and_chosen_for_by_itself(monkeypatch, uncached
     found = flashmhf.info()
     assert found.details["device"] == "NVIDIA RTX A400" and "capability 8.6" in found.reasons["hopper"]
     assert "device: NVIDIA RTX A400" in str(found) and "hopper  not usable: device has" in str(found)
+    assert "block shapes not timed on this GPU" in found.details["triton"] and "tune_triton" in str(found)
+    assert triton.untimed(torch.device("cuda", 1)) is None
     chosen = [backends.select("auto", torch.device("cuda", i), torch.bfloat16, 128, 384) for i in range(3)]
     assert chosen[1] is hopper and hopper not in (chosen[0], chosen[2])
 

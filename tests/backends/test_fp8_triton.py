@@ -2,6 +2,7 @@
 
 import math
 
+import ahead_of_time as aot
 import pytest
 import torch
 from interpreter import DEVICE, HALF, INTERPRETED, far_apart, run_interpreted, runs_kernels, starts_interpreter
@@ -111,36 +112,25 @@ def test_values_that_are_not_finite_stay_in_their_rows():
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel does not compile")
-@pytest.mark.parametrize("head_dim", [64, 96, 256])
-@pytest.mark.parametrize(("capability", "instruction"), [(89, "mma.sync"), (90, "wgmma.mma_async")])
-def test_compiles_to_e4m3_products(capability, instruction, head_dim):
+@pytest.mark.parametrize(("capability", "head_dim"), [
+    (89, 256), (90, 96), (120, 64),
+    *(pytest.param(*case, marks=pytest.mark.gpu)  # they need none, but minutes
+      for case in ((89, 64), (89, 96), (90, 64), (90, 256), (120, 96), (120, 256))),
+])  # fmt: skip
+def test_compiles_to_e4m3_products(capability, head_dim, monkeypatch):
     """For the GPU families with e4m3 products, whatever GPU is here; within 99 KB of shared memory, the smallest of
     them."""
-    compiler = pytest.importorskip("triton.compiler")
-    from triton.backends.compiler import GPUTarget
-
     from flashmhf.backends.triton import fp8_kernels as fp8
 
-    config = fp8.config(head_dim, 384)
-    pointers = {
-        "q": "*bf16", "k8": "*fp8e4nv", "u8": "*fp8e4nv", "v8": "*fp8e4nv", "scales": "*fp32", "r": "*fp32",
-        "out": "*bf16",
-    }  # fmt: skip
-    constants = {
-        "Q_LAYOUT": "rows", "R_LAYOUT": "rows", "GROUP": 1, "D": head_dim,
-        "BD": max(64, 1 << (head_dim - 1).bit_length()), "BT": config.tokens, "BI": config.inter, "RECIPROCAL": True,
-        "BY_BLOCKS": False, "INTERPRETED": False,
-    }  # fmt: skip
-    addressing = dict.fromkeys(("q_at", "r_at"), ("constexpr", "i32", "i32", "i32", "i32"))
-    names = fp8.forward_kernel.arg_names
-    signature = {name: "constexpr" if name in constants else "i32" for name in names} | pointers | addressing
-    values = {(names.index(name),): value for name, value in constants.items()}
-    values |= {(names.index(name), 0): None for name in addressing}  # no table
-    source = compiler.ASTSource(fp8.forward_kernel, signature, values)
-    options = {"num_warps": config.warps, "num_stages": config.stages}
-    compiled = compiler.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    lines = [line for line in compiled.asm["ptx"].splitlines() if instruction in line and "e4m3.e4m3" in line]
-    assert lines and compiled.metadata.shared <= 99 * 1024
+    aot.gpu(monkeypatch, capability)
+    q, r = aot.facts(4096, 16, head_dim, dtype=torch.bfloat16), aot.facts(4096, 16, 22, dtype=torch.float32)
+    k8, scales = aot.facts(16, 22, 384, head_dim, dtype=torch.float8_e4m3fn), aot.facts(3, 16, 22, dtype=torch.float32)
+    plan = fp8.plan(q, k8, k8, k8, scales, r, fp8.block_shape(head_dim, 384), aot.DEVICE)
+    types = {"q": torch.bfloat16, "out": torch.bfloat16, "scales": torch.float32, "r": torch.float32}
+    compiled = aot.compile_plan(plan, types | dict.fromkeys(("k8", "u8", "v8"), torch.float8_e4m3fn), capability)
+    instruction = "wgmma.mma_async" if capability == 90 else "mma.sync"
+    assert any(instruction in line and "e4m3.e4m3" in line for line in compiled.ptx.splitlines())
+    assert compiled.shared <= 99 * 1024 and compiled.stack <= 128
 
 
 @runs_kernels

@@ -2,17 +2,28 @@
 
 import dataclasses
 
+import ahead_of_time as aot
 import pytest
 import torch
 from interpreter import DEVICE, HALF, INTERPRETED, far_apart, run_interpreted, runs_kernels, starts_interpreter
 from targets import VIEWS, shifted
 
+from flashmhf import reference
 from flashmhf.backends import triton as back_end
-from flashmhf.backends.contract import Settings
-from flashmhf.backends.triton import launch
+from flashmhf.backends.contract import Router, Settings
+from flashmhf.backends.triton import configs, gate_kernels, launch
 from flashmhf.testing import assert_accurate, poisoned_memory, problem, relative_l2
 
 NAMES = ("dq", "dk", "du", "dv", "dr")
+SPILLED = 128  # bytes of a thread that may be spilled
+
+
+@pytest.fixture(autouse=True)
+def planned_anew():
+    """Plans made for another GPU than this one, and by other constants, do not stay."""
+    yield
+    launch.block_shape.cache_clear()
+    launch.plan.cache_clear()
 
 
 @pytest.mark.slow
@@ -49,12 +60,8 @@ def same(left, right):
 
 
 CASES = [  # arguments of problem, and p.activation; the interpreter takes seconds for a hundred tokens
-    *(
-        {"shape": (70 if INTERPRETED else 130, 2, head_dim, 3, 80), "dtype": dtype}
-        for head_dim in back_end.HEAD_DIMS
-        for dtype in (torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16]))
-    ),
-    *({"shape": (tokens, 1, 32, 2, 48)} for tokens in (1, 63, 64, 65, 200 if INTERPRETED else 1000)),
+    *({"shape": (130, 2, d_h, 3, 80), "dtype": dtype} for d_h in back_end.HEAD_DIMS for dtype in back_end.DTYPES),
+    *({"shape": (tokens, 1, 32, 2, 48)} for tokens in (1, 63, 64, 65, 1000)),
     *({"shape": (70, 2, 64, 2, subnet_dim)} for subnet_dim in (16, 32, 64, 112, 384)),
     *({"shape": ((3, 23), 2, 64, subnets, 48), "gate": gate} for subnets in (1, 5) for gate in (None, "same")),
     *(
@@ -67,26 +74,40 @@ CASES = [  # arguments of problem, and p.activation; the interpreter takes secon
         for heads, kv_heads in ((4, 2), (3, 1))
         for gate in (None, "float32")
     ),
-    *(  # fp16 has not the range
-        {
-            "shape": (100 if INTERPRETED else 200, 2, 64, 2, 64),
-            "dtype": torch.float32 if INTERPRETED else torch.bfloat16,
-            "scale": scale,
-        }
-        for scale in (1e-3, 30.0)
-    ),
-    *(
-        {"shape": (100 if INTERPRETED else 300, 2, 64, 2, 64), "dtype": dtype, "mean_score": -6.0}
-        for dtype in (torch.float32, HALF)
-    ),
+    # fp16 has not the range
+    *({"shape": (200, 2, 64, 2, 64), "dtype": torch.bfloat16, "scale": scale} for scale in (1e-3, 30.0)),
+    *({"shape": (300, 2, 64, 2, 64), "dtype": dtype, "mean_score": -6.0} for dtype in (torch.float32, HALF)),
 ]
+if INTERPRETED:  # each promise once
+    CASES = [
+        *(
+            {"shape": (35, 1, d_h, 2, 48), "dtype": (torch.float16, torch.float32)[i % 2]}
+            for i, d_h in enumerate(back_end.HEAD_DIMS)
+        ),
+        {"shape": (1, 1, 32, 2, 48)},
+        {"shape": (70, 1, 64, 2, 112)},
+        {"shape": ((3, 11), 2, 32, 1, 48), "gate": None},
+        {"shape": ((3, 11), 4, 32, 3, 16), "gate": "same", "num_kv_heads": 2},
+        *({"shape": (20, 1, 32, 2, 16), "activation": name} for name in ("gelu", "relu", "relu2")),
+        *({"shape": (20, 1, 32, 2, 16), "dtype": torch.float32, "scale": scale} for scale in (1e-3, 30.0)),
+        *({"shape": (40, 1, 32, 2, 32), "dtype": dtype, "mean_score": -6.0} for dtype in (torch.float32, HALF)),
+    ]
+
+
+def of_family(capability, monkeypatch, *, maps=False):
+    """Block shapes, and with them the kind of products, of a GPU of ``capability``."""
+    monkeypatch.setattr(launch, "gpu", lambda device: launch.Gpu(capability, 1))
+    monkeypatch.setattr(launch, "has_tma", lambda device: maps)
 
 
 @runs_kernels
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_values(case):
+@pytest.mark.parametrize(
+    ("capability", "case"), [*(((8, 0), case) for case in CASES), *(((9, 0), case) for case in CASES[2::4])], ids=str
+)
+def test_values(capability, case, monkeypatch):
     """Head dimensions, tails of tokens and of d_e, gates, activations, grouped heads, magnitudes, scores in SiLU's
-    exponential tail."""
+    exponential tail; K and U by products of their own, and in pairs."""
+    of_family(capability, monkeypatch)
     case = {"dtype": HALF, "activation": "silu"} | case
     activation = case.pop("activation")
     check(dataclasses.replace(make(*case.pop("shape"), case.pop("dtype"), **case), activation=activation))
@@ -95,7 +116,7 @@ def test_values(case):
 @runs_kernels
 @pytest.mark.parametrize("view", VIEWS)
 def test_strides_are_read_in_place(view):
-    p = make((3, 5, 7), 2, 32, 2, 48, HALF)
+    p = make((3, 2, 3), 2, 32, 2, 16, HALF)
     viewed = {name: VIEWS[view](getattr(p, name)) for name in ("q", "grad_out", "r")}
     assert not any(x.is_contiguous() for x in viewed.values())
     same(run(p, **viewed), run(p, **{name: x.contiguous() for name, x in viewed.items()}))
@@ -104,7 +125,7 @@ def test_strides_are_read_in_place(view):
 @runs_kernels
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_pair_of_weights_in_either_order_of_addresses(descriptors, monkeypatch):
-    monkeypatch.setattr(launch, "has_tma", lambda device: descriptors)
+    of_family((9, 0), monkeypatch, maps=descriptors)
     if descriptors and DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("no tensor maps before Hopper")
     p = make(70, 2, 32, 2, 48, HALF)
@@ -145,9 +166,11 @@ def test_needs_and_dq_dtype():
 
 
 @runs_kernels
-@pytest.mark.parametrize("waves", [0, 1000])
-def test_split_and_unsplit_sums(waves, monkeypatch):
-    monkeypatch.setattr(launch, "WAVES", waves)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("multiprocessors", [0, 1000])
+def test_split_and_unsplit_sums(capability, multiprocessors, monkeypatch):
+    monkeypatch.setattr(launch, "gpu", lambda device: launch.Gpu(capability, multiprocessors))
+    monkeypatch.setattr(launch, "has_tma", lambda device: False)
     monkeypatch.setattr(launch, "MIN_SHARE", 32)
     p = make(200, 1, 32, 3, 48, HALF)
     check(p)
@@ -184,3 +207,122 @@ def test_offsets_beyond_32_bits(layout):
 def test_gates_beyond_32_bits(tmp_path):
     p = make(5, 1, 16, 3, 16, HALF, gate="same")
     same(run(p, r=far_apart(p.r, tmp_path)), run(p))
+
+
+@runs_kernels
+@pytest.mark.parametrize(("tokens", "subnets"), [(1, 22), (3, 1), (35, 40)])
+def test_router(tokens, subnets):
+    """Its values and gradients; more sub-networks than one block holds; q in place."""
+    for dtype in (torch.float32, HALF):
+        p = make((2, tokens), 1, 32, subnets, 16, dtype)
+        q = torch.stack([p.q, p.q], -2)[..., 0, :]
+        for w in (p.w, p.w.to(dtype)):
+            exact = reference.gate(p.q.double(), w.double(), p.eps)
+            assert_accurate(
+                "r", gate_kernels.gate(q, Router(w, p.eps)), reference.gate(p.q, w, p.eps), exact, fixed_limits=True
+            )
+        with poisoned_memory():
+            dq, *_, dw = back_end.backward(p.grad_out, q, p.k, p.u, p.v, Router(p.w, p.eps), Settings())
+        for name, actual, i in (("dq", dq, 0), ("dw", dw, 4)):
+            baseline, exact = (x[i] for x in p.gated_backward())
+            assert_accurate(name, actual, baseline, exact, fixed_limits=True, few_tokens=tokens < 100)
+
+
+MATRIX_INSTRUCTION = {90: "wgmma.mma_async", 100: "tcgen05.mma"}  # else mma.sync
+TARGETS = (80, 86, 89, 90, 100, 120)
+BITS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 16}
+EVERY_ROW = [
+    (capability, kernel, d_h, dtype)
+    for capability in TARGETS
+    for kernel in configs.KERNELS
+    for d_h in back_end.HEAD_DIMS
+    for dtype in (torch.bfloat16, torch.float32)
+]
+SOME = [  # of each GPU and kernel, of other head widths
+    (capability, kernel, (128, 64, 96)[(i + j) % 3], torch.bfloat16)
+    for i, capability in enumerate(TARGETS)
+    for j, kernel in enumerate(configs.KERNELS)
+    if (i + j) % 2 == 0
+]
+
+
+def plan_and_types(kernel, d_h, dtype):
+    """A launch of many tokens, or of few, with maps where the GPU has pairs; and the types of its tensors."""
+    heads, subnets, subnet_dim, tokens = 16, 22, 384, 16 if kernel == "forward_few" else 4096
+    q = aot.facts(tokens, heads, d_h, dtype=dtype)
+    k, r = (
+        aot.facts(heads, subnets, subnet_dim, d_h, dtype=dtype),
+        aot.facts(tokens, heads, subnets, dtype=torch.float32),
+    )
+    maps = BITS[dtype] == 16
+    where = launch.Place((True, True, True), maps)
+    of_weights = {name: dtype for name in ("q", "first", "second", "v")}
+    if kernel.startswith("forward"):
+        plan = launch.plan("forward", q, k, r, where, "silu", dtype, aot.DEVICE, None)
+        types = {**of_weights, "r": torch.float32, "out": dtype if plan.grid[2] == 1 else torch.float32}
+    elif kernel == "token_grads":
+        plan = launch.plan(kernel, q, k, r, where, "silu", dtype, aot.DEVICE, None, q)
+        types = {"grad_out": dtype, **of_weights, "r": torch.float32, "dq": dtype, "dr": torch.float32}
+    else:
+        config = launch.block_shape(kernel, q, k, aot.DEVICE, None)
+        by_maps = config.paired and maps and d_h == launch.width(d_h, config)
+        plan = launch.plan(kernel, q, k, r, where, "silu", dtype, aot.DEVICE, config, q, by_maps)
+        types = {"grad_out": dtype, **of_weights, "r": torch.float32}
+        types |= {name: dtype for name in ("d_first", "d_second", "dv")}
+        if by_maps:
+            types |= {name: f"tensordesc<{aot.NAMES[dtype]}[{config.tokens},{d_h}]>" for name in ("q", "grad_out")}
+    if plan.arguments["DESCRIPTORS"]:
+        box = f"{plan.config.inter},{plan.arguments['BD']}"
+        types |= {
+            "first": f"tensordesc<{aot.NAMES[dtype]}[1,2,{box}]>",
+            "v": f"tensordesc<{aot.NAMES[dtype]}[1,{box}]>",
+        }
+    return plan, types
+
+
+def check_row(capability, kernel, d_h, dtype, monkeypatch):
+    aot.gpu(monkeypatch, capability)
+    monkeypatch.setattr(launch, "has_tma", lambda device: capability >= 90)
+    plan, types = plan_and_types(kernel, d_h, dtype)
+    compiled = aot.compile_plan(plan, types, capability)
+    assert compiled.shared <= aot.SHARED_KB[capability] << 10
+    assert compiled.stack <= SPILLED
+    if BITS[dtype] == 16:
+        instruction = MATRIX_INSTRUCTION.get(capability, "mma.sync") if plan.config.paired else "mma.sync"
+        assert instruction in compiled.ptx
+    return plan, compiled
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel does not compile")
+@pytest.mark.parametrize(("capability", "kernel", "d_h", "dtype"), SOME)
+def test_block_shapes_compile(capability, kernel, d_h, dtype, monkeypatch):
+    """For a GPU of each family, whatever GPU is here: within its shared memory and registers, by its matrix
+    instructions."""
+    check_row(capability, kernel, d_h, dtype, monkeypatch)
+
+
+@pytest.mark.gpu  # it needs none, but minutes; the rows above run everywhere
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel does not compile")
+@pytest.mark.parametrize("capability", TARGETS)
+def test_all_block_shapes_compile(capability, monkeypatch):
+    for row in EVERY_ROW:
+        if row[0] == capability:
+            check_row(*row, monkeypatch)
+
+
+@pytest.mark.gpu
+def test_a_launch_is_planned_once(monkeypatch):
+    """The second call of a shape gives Triton no arguments to look at, and reads the tensors it is given."""
+    p, other = make(70, 2, 64, 3, 48, HALF), make(70, 2, 64, 3, 48, HALF, seed=1)
+    expected = run(p), run(other)
+
+    def refuse(self, *args, **kwargs):
+        raise AssertionError("a kernel was looked up again")
+
+    monkeypatch.setattr(type(launch.kernels.forward_kernel), "run", refuse)
+    same(run(other), expected[1])
+    same(run(p), expected[0])
+    with pytest.raises(AssertionError, match="looked up again"):
+        run(make(71, 2, 64, 3, 48, HALF))

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ...checks import name_of
-from .. import gating
-from ..contract import DEFAULTS, Gate, Gradients, Settings, layer  # noqa: F401  (layer is this back end's too)
+from ..contract import DEFAULTS, Gate, Gradients, Router, Settings, layer  # noqa: F401  (layer is this back end's too)
+from . import configs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)
 SUBNET_DIM_MULTIPLE = 16
-MIN_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (7, 5), torch.float32: (7, 5)}
+MIN_CAPABILITY = (8, 0)  # Triton computes on the tensor cores of no earlier GPU
 
 
 def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, activation: str = "silu") -> str | None:
@@ -35,10 +35,9 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, act
     if interpreted and dtype == torch.bfloat16:
         return "dtype is bfloat16, whose product Triton's interpreter gets wrong; supported there: float16, float32"
     if device.type == "cuda":
-        (major, minor), least = torch.cuda.get_device_capability(device), MIN_CAPABILITY[dtype]
-        if (major, minor) < least:
-            supported = f"{least[0]}.{least[1]} or later"
-            return f"device has compute capability {major}.{minor}; supported for {name_of(dtype)}: {supported}"
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < MIN_CAPABILITY:
+            return f"device has compute capability {major}.{minor}; supported: 8.0 or later"
     if d_h not in HEAD_DIMS:
         return f"d_h is {d_h}; supported: {', '.join(map(str, HEAD_DIMS))}"
     if d_e % SUBNET_DIM_MULTIPLE:
@@ -46,21 +45,35 @@ def why_not(device: torch.device, dtype: torch.dtype, *, d_h: int, d_e: int, act
     return None
 
 
+def untimed(device: torch.device) -> str | None:
+    """Return None if the block shapes were timed on such a GPU, else what a user may do about it."""
+    how = configs.HOW_CHOSEN.get(configs.row_of(torch.cuda.get_device_capability(device)))
+    if how is None:
+        return None
+    return f"block shapes not timed on this GPU ({how}); in a checkout, python -m benchmarks.tune_triton times them"
+
+
 def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings = DEFAULTS) -> Tensor:
     """Return S [..., H, d_h] in q's dtype, contiguous (paper, section 3.2 and appendix A)."""
-    from . import launch  # imports Triton, which need not be installed
+    from . import gate_kernels, launch  # they import Triton, which need not be installed
 
-    return launch.forward(q, k, u, v, gating.values(q, r), settings.activation)
+    if isinstance(r, Router):
+        r = gate_kernels.gate(q, r)
+    return launch.forward(q, k, u, v, r, settings.activation)
 
 
-@gating.through_router
-def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings,
-    dq_dtype: torch.dtype,
-) -> Gradients:  # fmt: skip
-    from . import launch
+def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Gradients:
+    """Return (dq, dk, du, dv, dr), or dw in place of dr for a router, whose part dq then includes."""
+    from . import gate_kernels, launch
 
-    dq, dr = launch.token_grads(grad_out, q, k, u, v, r, settings, dq_dtype)
-    if settings.needs[1]:
-        return dq, *launch.weight_grads(grad_out, q, k, u, v, r, settings.activation), dr
-    return dq, *(q.new_empty(0) for _ in range(3)), dr
+    needs_tokens, needs_weights = settings.needs
+    if isinstance(r, Router):  # dr feeds dw as well as dq, whose parts are added before the one rounding to q's dtype
+        values = gate_kernels.gate(q, r)
+        dq, dr = launch.token_grads(grad_out, q, k, u, v, values, settings._replace(needs=(True, True)), torch.float32)
+        dq, of_gate = gate_kernels.gate_backward(dr, q, r, dq, settings.needs)
+    else:
+        values = r
+        dq, of_gate = launch.token_grads(grad_out, q, k, u, v, r, settings, q.dtype)
+    if needs_weights:
+        return dq, *launch.weight_grads(grad_out, q, k, u, v, values, settings.activation), of_gate
+    return dq, *(q.new_empty(0) for _ in range(3)), of_gate

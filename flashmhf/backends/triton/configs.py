@@ -1,43 +1,103 @@
-"""Block shapes of the Triton kernels: a fixed table, so that no process tunes and every process computes the same."""
+"""Block shapes of the Triton kernels: a fixed table, so that no process tunes and every process computes the same.
+
+``python -m benchmarks.tune_triton`` times others on the GPU that it runs on and prints rows.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+KERNELS = ("forward", "forward_few", "token_grads", "weight_grads")
+
 
 @dataclass(frozen=True)
 class Config:
-    """tokens x inter: the block a program holds; ``behind``: forward's product with V runs one tile behind."""
+    """tokens x inter: the block a program holds. ``paired``: one product for K and U (see kernels.py), else one each;
+    ``behind``: forward's product with V runs one tile behind; ``waves``: programs that a multiprocessor should get
+    before a launch is worth splitting no further.
+    """
 
     tokens: int
     inter: int
     warps: int
     stages: int
+    paired: bool = False
     behind: bool = False
+    waves: int = 2
 
 
-# Architecture, bits of the element, sizes d_h; forward, token_grads, weight_grads. "sm90" was measured on an H200;
-# "other" is conservative: it fits 99 KB of shared memory (the smallest of the GPUs with bf16 tensor cores) and was
-# compiled for sm_80, not timed. 192 has the blocks of 256, to which its rows are padded; no candidates were timed.
-_ROWS = (
-    ("sm90", 16, (16, 32), Config(64, 32, 4, 4, behind=True), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
-    ("sm90", 16, (64,), Config(64, 64, 4, 2, behind=True), Config(64, 32, 4, 4), Config(64, 64, 4, 3)),
-    ("sm90", 16, (96, 128), Config(64, 64, 4, 2, behind=True), Config(128, 64, 8, 3), Config(64, 32, 4, 2)),
-    ("sm90", 16, (192, 256), Config(128, 32, 8, 3, behind=True), Config(128, 32, 8, 2), Config(64, 16, 4, 3)),
-    ("sm90", 32, (16, 32, 64), Config(64, 16, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1)),
-    ("sm90", 32, (96,), Config(64, 16, 8, 1), Config(64, 16, 8, 1), Config(32, 32, 8, 1)),
-    ("sm90", 32, (128,), Config(64, 16, 8, 1), Config(32, 16, 4, 1), Config(32, 32, 8, 1)),
-    ("sm90", 32, (192, 256), Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(64, 16, 8, 1)),
-    ("other", 16, (16, 32, 64), Config(64, 32, 4, 2), Config(64, 32, 4, 2), Config(64, 32, 4, 2)),
-    ("other", 16, (96, 128), Config(64, 32, 4, 2), Config(64, 32, 8, 2), Config(64, 32, 8, 2)),
-    ("other", 16, (192, 256), Config(64, 16, 4, 2), Config(64, 16, 8, 2), Config(32, 16, 8, 2)),
-    ("other", 32, (16, 32), Config(32, 16, 4, 1), Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
-    ("other", 32, (64, 96, 128), Config(32, 16, 8, 1), Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
-    ("other", 32, (192, 256), Config(32, 16, 8, 1), Config(16, 16, 4, 1), Config(16, 16, 8, 1)),
+def row_of(capability: tuple[int, int]) -> str:
+    """Return a GPU's row: that of its matrix instructions, or where those are mma.sync, of its shared memory."""
+    if capability[0] in (10, 11):
+        return "tcgen05"
+    if capability[0] == 9:
+        return "wgmma"
+    return "163 KB" if capability in ((8, 0), (8, 7)) else "99 KB"
+
+
+_AS_A100 = (
+    "16-bit shapes of d_h 128, of d_h 256 above 64 tokens and of the gradients of d_h 64 timed with the instructions "
+    "of an A100 on an H200, all others compiled only"
 )
-# (architecture, bits, d_h) -> kernel -> Config
-TABLE: dict[tuple[str, int, int], dict[str, Config]] = {
-    (architecture, bits, d_h): dict(zip(("forward", "token_grads", "weight_grads"), configs, strict=True))
-    for architecture, bits, sizes, *configs in _ROWS
-    for d_h in sizes
+HOW_CHOSEN = {  # rows that were not timed on a GPU of theirs
+    "163 KB": _AS_A100,
+    "99 KB": f"within 99 KB of shared memory; {_AS_A100}",
+    "tcgen05": "compiled only",
 }
+
+
+def _pair(tokens: int, inter: int, warps: int, stages: int, behind: bool = False) -> Config:
+    return Config(tokens, inter, warps, stages, paired=True, behind=behind)
+
+
+# GPU, bits of the element, sizes d_h: forward, token_grads, weight_grads. Compiled only: 16, 32 and 192 everywhere, and
+# on other GPUs than wgmma's 96, forward at 64, and 32 bits.
+_ROWS = (
+    ("wgmma", 16, (16, 32), _pair(64, 32, 4, 4, True), _pair(64, 64, 4, 3), _pair(64, 64, 4, 3)),
+    ("wgmma", 16, (64,), _pair(64, 64, 4, 2, True), _pair(64, 32, 4, 3), _pair(64, 64, 4, 3)),
+    ("wgmma", 16, (96, 128), _pair(128, 32, 4, 3), _pair(128, 64, 8, 3), _pair(64, 32, 4, 2)),
+    ("wgmma", 16, (192, 256), _pair(128, 32, 8, 3, True), _pair(128, 32, 8, 2), _pair(64, 16, 4, 3)),
+    ("wgmma", 32, (16, 32, 64), _pair(64, 16, 8, 1), _pair(32, 32, 8, 1), _pair(32, 32, 8, 1)),
+    ("wgmma", 32, (96,), _pair(64, 16, 8, 1), _pair(64, 16, 8, 1), _pair(32, 32, 8, 1)),
+    ("wgmma", 32, (128,), _pair(64, 16, 8, 1), _pair(32, 16, 4, 1), _pair(32, 32, 8, 1)),
+    ("wgmma", 32, (192, 256), _pair(32, 32, 8, 1), _pair(32, 32, 8, 1), _pair(64, 16, 8, 1)),
+    ("tcgen05", 16, (16, 32, 64), _pair(128, 64, 4, 2), _pair(128, 32, 4, 3), _pair(128, 64, 4, 2)),
+    ("tcgen05", 16, (96, 128), _pair(128, 64, 8, 2), _pair(128, 64, 8, 2), _pair(64, 32, 4, 2)),
+    ("tcgen05", 16, (192, 256), _pair(128, 32, 8, 2), _pair(128, 16, 8, 2), _pair(64, 16, 4, 2)),
+    # Only shapes of which as many programs fit a multiprocessor of that GPU as fitted the one that timed them.
+    ("163 KB", 16, (16, 32), Config(64, 32, 4, 3), Config(64, 32, 4, 2), Config(64, 32, 4, 2)),
+    ("163 KB", 16, (64,), Config(128, 32, 4, 3), Config(128, 32, 4, 3), Config(32, 64, 4, 3)),
+    ("163 KB", 16, (96,), Config(128, 32, 4, 3), Config(128, 64, 8, 3), Config(32, 64, 4, 2)),
+    ("163 KB", 16, (128,), Config(128, 32, 4, 3), Config(128, 64, 8, 3), Config(64, 32, 4, 2)),
+    ("163 KB", 16, (192, 256), Config(64, 64, 8, 2), Config(64, 32, 4, 2), Config(64, 32, 8, 2)),
+    ("163 KB", 32, (16, 32), Config(32, 16, 4, 1), Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
+    ("163 KB", 32, (64, 96, 128), Config(32, 16, 8, 1), Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
+    ("163 KB", 32, (192, 256), Config(32, 16, 8, 1), Config(16, 16, 4, 1), Config(16, 16, 8, 1)),
+    ("99 KB", 16, (64,), Config(128, 32, 4, 3), Config(128, 16, 4, 3), Config(32, 64, 4, 3)),
+    ("99 KB", 16, (96,), Config(128, 16, 4, 2), Config(128, 32, 8, 2), Config(32, 64, 4, 2)),
+    ("99 KB", 16, (128,), Config(128, 16, 4, 2), Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
+    ("99 KB", 16, (192, 256), Config(64, 32, 4, 2), Config(64, 16, 4, 2), Config(32, 16, 4, 3)),
+)
+# Forwards of few tokens, which read the weights as fast as they can, by GPU and whether d_h is above 128
+_FEW = {
+    ("163 KB", False): Config(64, 64, 4, 3, waves=1), ("163 KB", True): Config(64, 32, 4, 3, waves=1),
+    ("99 KB", False): Config(64, 32, 4, 3, waves=1), ("99 KB", True): Config(64, 16, 4, 3, waves=1),
+}  # fmt: skip
+_LIKE = {"99 KB": "163 KB", "tcgen05": "wgmma"}  # takes that GPU's rows where it has none of its own
+
+
+def _table() -> dict[tuple[str, int, int], dict[str, Config]]:
+    table: dict[tuple[str, int, int], dict[str, Config]] = {}
+    for gpu, bits, sizes, forward, token_grads, weight_grads in _ROWS:
+        for d_h in sizes:
+            few = _FEW["99 KB" if gpu == "99 KB" else "163 KB", d_h > 128] if bits == 16 else forward
+            table[gpu, bits, d_h] = dict(zip(KERNELS, (forward, few, token_grads, weight_grads), strict=True))
+    for gpu, other in _LIKE.items():
+        for (name, bits, d_h), row in list(table.items()):
+            if name == other:
+                few = {"forward_few": _FEW[gpu, d_h > 128]} if gpu == "99 KB" and bits == 16 else {}
+                table.setdefault((gpu, bits, d_h), row | few)
+    return table
+
+
+TABLE = _table()  # (GPU, bits, d_h) -> kernel -> Config

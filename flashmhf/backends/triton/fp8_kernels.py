@@ -8,13 +8,17 @@ both right operands have the summed index contiguous, which the e4m3 tensor-core
 # ruff: noqa: N803, N806 (the paper's symbols; compile-time constants are upper case)
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..tokens import token_count
 from . import launch
 from .configs import Config
-from .kernels import load_tokens, sigmoid, store_rows, token_offsets
+from .kernels import load_columns, sigmoid, store, token_offsets
 
 E4M3_MAX = tl.constexpr(448.0)
 TINIEST = tl.constexpr(1e-18)  # instead of max |q| of a row of zeros
@@ -45,7 +49,7 @@ def to_e4m3(x, INTERPRETED: tl.constexpr):
 def forward_kernel(
     q, k8, u8, v8, scales, r, out, T, H, E, d_e, matrices, splits, q_length, q_at, r_length, r_at,
     Q_LAYOUT: tl.constexpr, R_LAYOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    BT: tl.constexpr, BI: tl.constexpr, RECIPROCAL: tl.constexpr, BY_BLOCKS: tl.constexpr, INTERPRETED: tl.constexpr,
+    BT: tl.constexpr, BI: tl.constexpr, RECIPROCAL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over e of r_e factor_e (a8 v8). Grid: token blocks, heads, shares of the sub-networks (each its own
     out [T, H, D]).
@@ -58,7 +62,7 @@ def forward_kernel(
     h = tl.program_id(1)
     share = tl.program_id(2)
     d = tl.arange(0, BD)
-    q_t = load_tokens(q, t, h, T, q_length, q_at, Q_LAYOUT, D, column_at(d)).to(tl.float32)
+    q_t = load_columns(q, t, h, T, q_length, q_at, Q_LAYOUT, D, column_at(d)).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(q_t), 1), TINIEST)
     scaled = q_t / largest[:, None]
     squares = tl.sum(scaled * scaled, 1)
@@ -90,19 +94,40 @@ def forward_kernel(
         if r is not None:
             factor *= tl.load(r_rows + tl.cast(e, tl.int64) * r_at[4], mask=t < T, other=0.0).to(tl.float32)
         total += factor[:, None] * part
-    store_rows(out + share.to(tl.int64) * T * H * D, total, t, h, T, H, D, BD)
+    rows = out + share.to(tl.int64) * T * H * D + (t.to(tl.int64) * H + h) * D
+    store(rows, t < T, (total,), D, BD)
 
 
-def config(head_dim: int, subnet_dim: int) -> Config:
+def block_shape(head_dim: int, subnet_dim: int) -> Config:
     """Block shapes; no candidates were timed."""
     inter, warps = (64, 4) if head_dim <= 128 else (32, 8)
     return Config(64, max(SMALLEST_BLOCK, min(inter, triton.next_power_of_2(subnet_dim))), warps, 2)
 
 
-def forward(q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None) -> Tensor:
+@functools.lru_cache(launch.PLANS)
+def plan(
+    q: launch.Facts, k8: launch.Facts, u8: launch.Facts, v8: launch.Facts, scales: launch.Facts,
+    r: launch.Facts | None, config: Config, device: torch.device,
+) -> launch.Plan:  # fmt: skip
+    heads, (kv_heads, subnets, subnet_dim, head_dim) = q.shape[-2], k8.shape
+    tokens = token_count(q)
+    blocks = triton.cdiv(tokens, config.tokens)
+    splits = launch.shares(blocks * heads, device, config, most=subnets)
+    return launch.Plan(
+        forward_kernel, device, (blocks, heads, splits), config, T=tokens, H=heads, E=subnets, d_e=subnet_dim,
+        matrices=kv_heads * subnets, splits=splits, GROUP=heads // kv_heads, D=head_dim,
+        BD=triton.next_power_of_2(head_dim), BT=config.tokens, BI=config.inter, RECIPROCAL=not launch.INTERPRETED,
+        INTERPRETED=launch.INTERPRETED, **launch.addressing(q=q, r=r),
+    )  # fmt: skip
+
+
+def forward(
+    q: Tensor, k8: Tensor, u8: Tensor, v8: Tensor, scales: Tensor, r: Tensor | None, config: Config | None = None
+) -> Tensor:
     """S [..., H, d_h] in q's dtype, contiguous, for operands of :func:`flashmhf.quantize.pack_fp8`, r [..., H, E]."""
     with launch.launching(q.device):
-        arguments = {"q": q, "k8": k8, "u8": u8, "v8": v8, "scales": scales, "matrices": scales[0].numel()}
-        arguments["INTERPRETED"] = launch.INTERPRETED
-        arguments |= launch.Rows(q, "q").arguments() | launch.gate_arguments(r)
-        return launch.token_result(forward_kernel, q, k8, config(q.shape[-1], k8.shape[2]), arguments, "out", q.dtype)
+        operands = map(launch.facts, (q, k8, u8, v8, scales, r))
+        planned = plan(*operands, config or block_shape(q.shape[-1], k8.shape[2]), q.device)
+        out = launch.shares_of(planned, q, q.dtype)
+        planned.start(q, k8, u8, v8, scales, r, out)
+        return launch.total(out, planned, q.dtype)

@@ -1,14 +1,20 @@
 """The paper's three Triton kernels: forward; dQ and dR; dK, dU and dV (arXiv 2512.06989, appendix A).
 
-Legend: T tokens, t a block of BT of them, D = d_h (BD: the next power of two, columns past D are zero), j a block of BI
-inter units of one sub-network. m = q.k, n = q.u, g = grad_out.v, a = SiLU(m) or another activation; every product
-accumulates in fp32. H heads h of q, of which GROUP share a head of K, U and V.
+Legend: T tokens, t a block of BT of them, D = d_h, j a block of BI inter units of one sub-network. m = q.k, n = q.u,
+g = grad_out.v, a = SiLU(m) or another activation; every product accumulates in fp32. H heads h of q, of which GROUP
+share a head of K, U and V. The columns of a tile are a tuple of parts, whose widths are powers of two: the only part is
+BD wide, with zeros past D; where BD < D (64 of 96, 128 of 192) there is a second one with the rest.
 
-K and U tiles lie on top of each other in shared memory ([2 BI, BD], K rows first), so one product gives [m | n] and one
+One source, two families of tensor cores. PAIRED, for wgmma (9.0) and tcgen05 (10.x), whose right operands lie in shared
+memory: K and U tiles lie on top of each other there ([2 BI, BD], K rows first), so one product gives [m | n] and one
 product takes [dm | dn]: half as many waits on the tensor cores, and the left operand is read once for both. The two
-halves of an accumulator belong to the same thread, so taking it apart and joining it costs no data movement.
+halves of an accumulator belong to the same thread, so taking it apart and joining it costs no data movement. Not
+PAIRED, for mma.sync (8.x and 12.x), whose operands are registers: there the halves would go through shared memory, so K
+and U have products of their own, and the weights' gradients take the scores as [units, tokens]: what was computed is
+then the left operand of their sums, and stays in registers.
 
 Inter units past d_e read as zero rows (the descriptor's bound or a mask): m = n = g = 0 there, which adds nothing.
+EVEN: d_e is a multiple of BI, so that there are none.
 """
 
 # ruff: noqa: N803, N806 (the paper's symbols; compile-time constants are upper case)
@@ -69,11 +75,22 @@ def token_offsets(t, mask, length, at, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(x, t, h, T, length, at, LAYOUT: tl.constexpr, D: tl.constexpr, d):
-    """[BT, columns d] of x [T, H, D] in place, whatever its strides; zero past T and D."""
+def load_columns(x, t, h, T, length, at, LAYOUT: tl.constexpr, D: tl.constexpr, d, INSIDE: tl.constexpr = False):
+    """[BT, columns d] of x [T, H, D] in place, whatever its strides; zero past T and D. INSIDE: no column is past D."""
     mask = t < T
     rows = x + token_offsets(t, mask, length, at, LAYOUT) + h.to(tl.int64) * at[3]
-    return tl.load(rows[:, None] + (d.to(tl.int64) * at[4])[None, :], mask=mask[:, None] & (d < D)[None, :], other=0.0)
+    mask = mask[:, None] if INSIDE else mask[:, None] & (d < D)[None, :]
+    return tl.load(rows[:, None] + (d.to(tl.int64) * at[4])[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_tokens(x, t, h, T, length, at, LAYOUT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """A tile of tokens of x [T, H, D], by parts."""
+    if BD >= D:
+        return (load_columns(x, t, h, T, length, at, LAYOUT, D, tl.arange(0, BD), BD == D),)
+    else:
+        first = load_columns(x, t, h, T, length, at, LAYOUT, D, tl.arange(0, BD), True)
+        return first, load_columns(x, t, h, T, length, at, LAYOUT, D, BD + tl.arange(0, D - BD), True)
 
 
 @triton.jit
@@ -82,25 +99,49 @@ def load_pair(
 ):
     """[2 BI, BD]: a tile of one matrix above the same tile of the other; row = (h // GROUP) E + e."""
     if DESCRIPTORS:
-        return first.load([row, 0, j * BI, 0]).reshape(2 * BI, BD)
+        return (first.load([row, 0, j * BI, 0]).reshape(2 * BI, BD),)
     else:
         i = tl.arange(0, 2 * BI)
         unit = j * BI + i % BI
         d = tl.arange(0, BD)
         rows = tl.where(i < BI, first, second) + row.to(tl.int64) * d_e * D + unit * D
-        return tl.load(rows[:, None] + d[None, :], mask=(unit < d_e)[:, None] & (d < D)[None, :], other=0.0)
+        return (tl.load(rows[:, None] + d[None, :], mask=(unit < d_e)[:, None] & (d < D)[None, :], other=0.0),)
 
 
 @triton.jit
-def load_tile(x, row, j, d_e, D: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """[BI, BD] of x [H_kv E, d_e, D]."""
-    if DESCRIPTORS:
-        return x.load([row, j * BI, 0]).reshape(BI, BD)
+def load_units(x, row, j, d_e, D: tl.constexpr, d, BI: tl.constexpr, EVEN: tl.constexpr, INSIDE: tl.constexpr):
+    """[BI, columns d] of x [H_kv E, d_e, D]. INSIDE: no column is past D."""
+    i = tl.arange(0, BI)
+    tile = x + (row.to(tl.int64) * d_e + j * BI) * D + (i[:, None] * D + d[None, :])
+    if EVEN and INSIDE:
+        return tl.load(tile)
+    elif EVEN:
+        return tl.load(tile, mask=(d < D)[None, :], other=0.0)
     else:
-        unit = j * BI + tl.arange(0, BI)
-        d = tl.arange(0, BD)
-        rows = x + row.to(tl.int64) * d_e * D + unit * D
-        return tl.load(rows[:, None] + d[None, :], mask=(unit < d_e)[:, None] & (d < D)[None, :], other=0.0)
+        return tl.load(tile, mask=(j * BI + i < d_e)[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def load_tile(
+    x, row, j, d_e, D: tl.constexpr, BD: tl.constexpr, BI: tl.constexpr, EVEN: tl.constexpr, DESCRIPTORS: tl.constexpr
+):
+    """A tile of inter units of x [H_kv E, d_e, D], by parts."""
+    if DESCRIPTORS:
+        return (x.load([row, j * BI, 0]).reshape(BI, BD),)
+    elif BD >= D:
+        return (load_units(x, row, j, d_e, D, tl.arange(0, BD), BI, EVEN, BD == D),)
+    else:
+        first = load_units(x, row, j, d_e, D, tl.arange(0, BD), BI, EVEN, True)
+        return first, load_units(x, row, j, d_e, D, BD + tl.arange(0, D - BD), BI, EVEN, True)
+
+
+@triton.jit
+def zeros(rows: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """A sum [rows, D] by parts."""
+    if BD >= D:
+        return (tl.zeros([rows, BD], dtype=tl.float32),)
+    else:
+        return tl.zeros([rows, BD], dtype=tl.float32), tl.zeros([rows, D - BD], dtype=tl.float32)
 
 
 @triton.jit
@@ -123,7 +164,16 @@ def join_halves(dm, dn, BT: tl.constexpr, BI: tl.constexpr, SWAPPED: tl.constexp
 
 
 @triton.jit
-def add_product(total, left, right, BY_BLOCKS: tl.constexpr):
+def scores(left, right):
+    """left right^T [rows of left, rows of right], of two tiles."""
+    total = tl.dot(left[0], right[0].T, input_precision="ieee")
+    if len(left) == 2:
+        total = tl.dot(left[1], right[1].T, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def add_dot(total, left, right, BY_BLOCKS: tl.constexpr):
     """total + left right. BY_BLOCKS: the product is summed on its own first, so that fp32's rounding grows with the
     number of blocks, not of terms (any max_num_imprecise_acc keeps the compiler from starting its sum at ``total``)."""
     if BY_BLOCKS:
@@ -133,71 +183,96 @@ def add_product(total, left, right, BY_BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def store_rows(x, value, t, h, T, H, D: tl.constexpr, BD: tl.constexpr):
-    """value [BT, BD] into contiguous x [T, H, D]."""
-    d = tl.arange(0, BD)
-    rows = x + (t.to(tl.int64) * H + h) * D
-    tl.store(rows[:, None] + d[None, :], value.to(x.dtype.element_ty), mask=(t < T)[:, None] & (d < D)[None, :])
+def add_product(total, left, right, BY_BLOCKS: tl.constexpr):
+    """total + left right, by the parts of ``right``."""
+    if len(right) == 1:
+        return (add_dot(total[0], left, right[0], BY_BLOCKS),)
+    else:
+        return add_dot(total[0], left, right[0], BY_BLOCKS), add_dot(total[1], left, right[1], BY_BLOCKS)
 
 
 @triton.jit
-def store_weight_grad(rows, value, unit, d_e, D: tl.constexpr, BD: tl.constexpr):
-    """value [units, BD] to the rows of a weight gradient."""
+def load_weight(r_rows, e, t, T, r_at):
+    """r[t, e] in fp32."""
+    return tl.load(r_rows + e.to(tl.int64) * r_at[4], mask=t < T, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store(rows, mask, value, D: tl.constexpr, BD: tl.constexpr):
+    """value, by parts, to rows of D columns."""
     d = tl.arange(0, BD)
-    mask = (unit < d_e)[:, None] & (d < D)[None, :]
-    tl.store(rows[:, None] + d[None, :], value.to(rows.dtype.element_ty), mask=mask)
+    inside = mask[:, None] & (d < D)[None, :]
+    tl.store(rows[:, None] + d[None, :], value[0].to(rows.dtype.element_ty), mask=inside)
+    if len(value) == 2:
+        d = BD + tl.arange(0, D - BD)
+        tl.store(rows[:, None] + d[None, :], value[1].to(rows.dtype.element_ty), mask=mask[:, None])
 
 
 @triton.jit(do_not_specialize=["T", "q_length", "r_length", "splits"])
 def forward_kernel(
     q, first, second, v, r, out, T, H, E, d_e, splits, q_length, q_at, r_length, r_at,
     Q_LAYOUT: tl.constexpr, R_LAYOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    BT: tl.constexpr, BI: tl.constexpr, DESCRIPTORS: tl.constexpr, SWAPPED: tl.constexpr, ACTIVATION: tl.constexpr,
-    RECIPROCAL: tl.constexpr, BY_BLOCKS: tl.constexpr, BEHIND: tl.constexpr,
+    BT: tl.constexpr, BI: tl.constexpr, EVEN: tl.constexpr, PAIRED: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    SWAPPED: tl.constexpr, ACTIVATION: tl.constexpr, RECIPROCAL: tl.constexpr, BY_BLOCKS: tl.constexpr,
+    BEHIND: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over e, j of (r a n) V. Grid: token blocks, heads, shares of the sub-networks (each its own out).
+    """out[t] = sum over e, j of (r a n) V. Grid: token blocks, heads, shares of the tiles (each its own out).
 
-    BEHIND: the product with V runs one tile behind, on the tensor cores beside the elementwise part of this tile.
+    BEHIND: the product with V runs one tile behind, on the tensor cores beside the elementwise part of this tile, from
+    which a branch would part it: the weight is then loaded for each tile, else for each sub-network.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     h = tl.program_id(1)
     share = tl.program_id(2)
-    e_first = E * share // splits
-    e_end = E * (share + 1) // splits
-    q_t = load_tokens(q, t, h, T, q_length, q_at, Q_LAYOUT, D, tl.arange(0, BD))
+    tiles = tl.cdiv(d_e, BI)
+    first_tile = (E * tiles).to(tl.int64) * share // splits
+    end = (E * tiles).to(tl.int64) * (share + 1) // splits
+    e_first = (first_tile // tiles).to(tl.int32)
+    e = e_first
+    j = (first_tile % tiles).to(tl.int32)
+    q_t = load_tokens(q, t, h, T, q_length, q_at, Q_LAYOUT, D, BD)
     if r is not None:
         r_rows = r + token_offsets(t, t < T, r_length, r_at, R_LAYOUT) + h.to(tl.int64) * r_at[3]
-    tiles = tl.cdiv(d_e, BI)
-    total = tl.zeros([BT, BD], dtype=tl.float32)
+        weight = load_weight(r_rows, e, t, T, r_at)
+    total = zeros(BT, D, BD)
     p = tl.zeros([BT, BI], dtype=tl.float32)
-    e = e_first
-    j = 0
-    for _ in range((e_end - e_first) * tiles):
+    for _ in range((end - first_tile).to(tl.int32)):
         row = (h // GROUP) * E + e
-        mn = tl.dot(q_t, load_pair(first, second, row, j, d_e, D, BD, BI, DESCRIPTORS).T, input_precision="ieee")
+        if PAIRED:
+            mn = scores(q_t, load_pair(first, second, row, j, d_e, D, BD, BI, DESCRIPTORS))
+        else:
+            m = scores(q_t, load_tile(first, row, j, d_e, D, BD, BI, EVEN, DESCRIPTORS))
+            n = scores(q_t, load_tile(second, row, j, d_e, D, BD, BI, EVEN, DESCRIPTORS))
         if BEHIND:
             # The first tile has nothing behind it: p is zero, and any row of V will do.
             j_behind = tl.where(j == 0, tl.where(e == e_first, 0, tiles - 1), j - 1)
             row_behind = tl.where((j == 0) & (e != e_first), row - 1, row)
-            v_j = load_tile(v, row_behind, j_behind, d_e, D, BD, BI, DESCRIPTORS)
-            total = add_product(total, p.to(v_j.dtype), v_j, BY_BLOCKS)
-        m, n = halves(mn, BT, BI, SWAPPED)
+            v_j = load_tile(v, row_behind, j_behind, d_e, D, BD, BI, EVEN, DESCRIPTORS)
+            total = add_product(total, p.to(v_j[0].dtype), v_j, BY_BLOCKS)
+        if PAIRED:
+            m, n = halves(mn, BT, BI, SWAPPED)
         if ACTIVATION == "silu":
             p = m * n * sigmoid(m, RECIPROCAL)
         else:
             p = activate(m, ACTIVATION, RECIPROCAL)[0] * n
         if r is not None:
-            p *= tl.load(r_rows + e.to(tl.int64) * r_at[4], mask=t < T, other=0.0).to(tl.float32)[:, None]
+            if BEHIND:
+                weight = load_weight(r_rows, e, t, T, r_at)
+            elif j == 0:
+                weight = load_weight(r_rows, e, t, T, r_at)
+            p *= weight[:, None]
         if not BEHIND:
-            v_j = load_tile(v, row, j, d_e, D, BD, BI, DESCRIPTORS)
-            total = add_product(total, p.to(v_j.dtype), v_j, BY_BLOCKS)
+            v_j = load_tile(v, row, j, d_e, D, BD, BI, EVEN, DESCRIPTORS)
+            total = add_product(total, p.to(v_j[0].dtype), v_j, BY_BLOCKS)
         last = j + 1 == tiles
         e = tl.where(last, e + 1, e)
         j = tl.where(last, 0, j + 1)
     if BEHIND:
-        v_j = load_tile(v, (h // GROUP) * E + e_end - 1, tiles - 1, d_e, D, BD, BI, DESCRIPTORS)
-        total = add_product(total, p.to(v_j.dtype), v_j, BY_BLOCKS)
-    store_rows(out + share.to(tl.int64) * T * H * D, total, t, h, T, H, D, BD)
+        row = (h // GROUP) * E + ((end - 1) // tiles).to(tl.int32)
+        v_j = load_tile(v, row, ((end - 1) % tiles).to(tl.int32), d_e, D, BD, BI, EVEN, DESCRIPTORS)
+        total = add_product(total, p.to(v_j[0].dtype), v_j, BY_BLOCKS)
+    rows = out + share.to(tl.int64) * T * H * D + (t.to(tl.int64) * H + h) * D
+    store(rows, t < T, total, D, BD)
 
 
 @triton.jit(do_not_specialize=["T", "q_length", "g_length", "r_length", "splits"])
@@ -205,32 +280,42 @@ def token_grads_kernel(
     grad_out, q, first, second, v, r, dq, dr, T, H, E, d_e, splits,
     g_length, g_at, q_length, q_at, r_length, r_at,
     G_LAYOUT: tl.constexpr, Q_LAYOUT: tl.constexpr, R_LAYOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    BD: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr, DESCRIPTORS: tl.constexpr, SWAPPED: tl.constexpr,
-    ACTIVATION: tl.constexpr, RECIPROCAL: tl.constexpr, BY_BLOCKS: tl.constexpr,
+    BD: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr, EVEN: tl.constexpr, PAIRED: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, SWAPPED: tl.constexpr, ACTIVATION: tl.constexpr, RECIPROCAL: tl.constexpr,
+    BY_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """dq = dm K + dn U and dr[e] = sum over j of g a n, with dm = g n r a'(m) and dn = g a r. Grid as in forward."""
+    """dq = dm K + dn U and dr[e] = sum over j of g a n, with dm = g n r a'(m) and dn = g a r. Grid: token blocks,
+    heads, shares of the sub-networks (each its own dq)."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     h = tl.program_id(1)
     share = tl.program_id(2)
     e_first = E * share // splits
     e_end = E * (share + 1) // splits
-    q_t = load_tokens(q, t, h, T, q_length, q_at, Q_LAYOUT, D, tl.arange(0, BD))
-    grad_t = load_tokens(grad_out, t, h, T, g_length, g_at, G_LAYOUT, D, tl.arange(0, BD))
+    q_t = load_tokens(q, t, h, T, q_length, q_at, Q_LAYOUT, D, BD)
+    grad_t = load_tokens(grad_out, t, h, T, g_length, g_at, G_LAYOUT, D, BD)
     if r is not None:
         r_rows = r + token_offsets(t, t < T, r_length, r_at, R_LAYOUT) + h.to(tl.int64) * r_at[3]
         dr_rows = dr + (t.to(tl.int64) * H + h) * E
         dr_sum = tl.zeros([BT], dtype=tl.float32)
+        weight = load_weight(r_rows, e_first, t, T, r_at)
     tiles = tl.cdiv(d_e, BI)
-    total = tl.zeros([BT, BD], dtype=tl.float32)
+    total = zeros(BT, D, BD)
     e = e_first
     j = 0
     for _ in range((e_end - e_first) * tiles):
         row = (h // GROUP) * E + e
-        ku = load_pair(first, second, row, j, d_e, D, BD, BI, DESCRIPTORS)
-        v_j = load_tile(v, row, j, d_e, D, BD, BI, DESCRIPTORS)
-        mn = tl.dot(q_t, ku.T, input_precision="ieee")
-        g = tl.dot(grad_t, v_j.T, input_precision="ieee")
-        m, n = halves(mn, BT, BI, SWAPPED)
+        v_j = load_tile(v, row, j, d_e, D, BD, BI, EVEN, DESCRIPTORS)
+        if PAIRED:
+            ku = load_pair(first, second, row, j, d_e, D, BD, BI, DESCRIPTORS)
+            mn = scores(q_t, ku)
+            g = scores(grad_t, v_j)
+            m, n = halves(mn, BT, BI, SWAPPED)
+        else:
+            k_j = load_tile(first, row, j, d_e, D, BD, BI, EVEN, DESCRIPTORS)
+            u_j = load_tile(second, row, j, d_e, D, BD, BI, EVEN, DESCRIPTORS)
+            m = scores(q_t, k_j)
+            n = scores(q_t, u_j)
+            g = scores(grad_t, v_j)
         a, slope = activate(m, ACTIVATION, RECIPROCAL)
         n_slope = n * slope
         last = j + 1 == tiles
@@ -239,12 +324,20 @@ def token_grads_kernel(
             if last:
                 tl.store(dr_rows + e, dr_sum.to(dr.dtype.element_ty), mask=t < T)
                 dr_sum = tl.zeros([BT], dtype=tl.float32)
-            g *= tl.load(r_rows + e.to(tl.int64) * r_at[4], mask=t < T, other=0.0).to(tl.float32)[:, None]
-        dmn = join_halves((g * n_slope).to(ku.dtype), (g * a).to(ku.dtype), BT, BI, SWAPPED)
-        total = add_product(total, dmn, ku, BY_BLOCKS)
+            if j == 0:
+                weight = load_weight(r_rows, e, t, T, r_at)
+            g *= weight[:, None]
+        dm = (g * n_slope).to(q_t[0].dtype)
+        dn = (g * a).to(q_t[0].dtype)
+        if PAIRED:
+            total = add_product(total, join_halves(dm, dn, BT, BI, SWAPPED), ku, BY_BLOCKS)
+        else:
+            total = add_product(total, dm, k_j, BY_BLOCKS)
+            total = add_product(total, dn, u_j, BY_BLOCKS)
         e = tl.where(last, e + 1, e)
         j = tl.where(last, 0, j + 1)
-    store_rows(dq + share.to(tl.int64) * T * H * D, total, t, h, T, H, D, BD)
+    rows = dq + share.to(tl.int64) * T * H * D + (t.to(tl.int64) * H + h) * D
+    store(rows, t < T, total, D, BD)
 
 
 @triton.jit(do_not_specialize=["T", "share_tokens", "q_length", "g_length", "r_length"])
@@ -252,14 +345,16 @@ def weight_grads_kernel(
     grad_out, q, first, second, v, r, d_first, d_second, dv, T, H, E, d_e, share_tokens,
     g_length, g_at, q_length, q_at, r_length, r_at,
     G_LAYOUT: tl.constexpr, Q_LAYOUT: tl.constexpr, R_LAYOUT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    BD: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr, DESCRIPTORS: tl.constexpr, TOKEN_DESCRIPTORS: tl.constexpr,
-    SWAPPED: tl.constexpr, ACTIVATION: tl.constexpr, RECIPROCAL: tl.constexpr, BY_BLOCKS: tl.constexpr,
+    BD: tl.constexpr, BT: tl.constexpr, BI: tl.constexpr, EVEN: tl.constexpr, PAIRED: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, TOKEN_DESCRIPTORS: tl.constexpr, SWAPPED: tl.constexpr, ACTIVATION: tl.constexpr,
+    RECIPROCAL: tl.constexpr, BY_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """dK = dm^T q, dU = dn^T q, dV = (a n r)^T grad_out. Grid: tiles of inter units, heads of K, shares of the tokens
     (each its own d_first, d_second, dv); a share sums over the heads of the group, too.
 
-    The accumulators are the transposes [BD, 2 BI] and [BD, BI]: q and grad_out are then left operands read straight
-    from where they were loaded, and what was computed here is the right one, which goes through shared memory anyway.
+    PAIRED: the accumulators are the transposes [BD, 2 BI] and [BD, BI]: q and grad_out are then left operands read
+    straight from where they were loaded, and what was computed here is the right one, which goes through shared memory
+    anyway.
     """
     tiles = tl.cdiv(d_e, BI)
     j = tl.program_id(0) % tiles
@@ -267,10 +362,17 @@ def weight_grads_kernel(
     kv = tl.program_id(1)
     share = tl.program_id(2)
     row = kv * E + e
-    ku = load_pair(first, second, row, j, d_e, D, BD, BI, DESCRIPTORS)
-    v_j = load_tile(v, row, j, d_e, D, BD, BI, DESCRIPTORS)
-    dku = tl.zeros([BD, 2 * BI], dtype=tl.float32)
-    dv_j = tl.zeros([BD, BI], dtype=tl.float32)
+    v_j = load_tile(v, row, j, d_e, D, BD, BI, EVEN, DESCRIPTORS)
+    if PAIRED:
+        ku = load_pair(first, second, row, j, d_e, D, BD, BI, DESCRIPTORS)
+        dku = tl.zeros([BD, 2 * BI], dtype=tl.float32)
+        dv_j = tl.zeros([BD, BI], dtype=tl.float32)
+    else:
+        k_j = load_tile(first, row, j, d_e, D, BD, BI, EVEN, DESCRIPTORS)
+        u_j = load_tile(second, row, j, d_e, D, BD, BI, EVEN, DESCRIPTORS)
+        dk_j = zeros(BI, D, BD)
+        du_j = zeros(BI, D, BD)
+        dv_j = zeros(BI, D, BD)
     start = share * share_tokens
     for member in range(GROUP):
         h = kv * GROUP + member
@@ -279,27 +381,58 @@ def weight_grads_kernel(
         for t_first in range(start, tl.minimum(start + share_tokens, T), BT):
             t = t_first + tl.arange(0, BT)
             if TOKEN_DESCRIPTORS:
-                q_t = q.load([t_first, h * q_at[3]])
-                grad_t = grad_out.load([t_first, h * g_at[3]])
+                q_t = (q.load([t_first, h * q_at[3]]),)
+                grad_t = (grad_out.load([t_first, h * g_at[3]]),)
             else:
-                q_t = load_tokens(q, t, h, T, q_length, q_at, Q_LAYOUT, D, tl.arange(0, BD))
-                grad_t = load_tokens(grad_out, t, h, T, g_length, g_at, G_LAYOUT, D, tl.arange(0, BD))
-            mn = tl.dot(q_t, ku.T, input_precision="ieee")
-            g = tl.dot(grad_t, v_j.T, input_precision="ieee")
-            m, n = halves(mn, BT, BI, SWAPPED)
+                q_t = load_tokens(q, t, h, T, q_length, q_at, Q_LAYOUT, D, BD)
+                grad_t = load_tokens(grad_out, t, h, T, g_length, g_at, G_LAYOUT, D, BD)
+            if PAIRED:
+                mn = scores(q_t, ku)
+                g = scores(grad_t, v_j)
+                m, n = halves(mn, BT, BI, SWAPPED)
+            else:  # [units, tokens]
+                m = scores(k_j, q_t)
+                n = scores(u_j, q_t)
+                g = scores(v_j, grad_t)
             a, slope = activate(m, ACTIVATION, RECIPROCAL)
             n_slope = n * slope
             if r is not None:
                 r_t = r_of_e + token_offsets(t, t < T, r_length, r_at, R_LAYOUT)
-                weight = tl.load(r_t, mask=t < T, other=0.0).to(tl.float32)[:, None]
+                weight = tl.load(r_t, mask=t < T, other=0.0).to(tl.float32)
+                weight = weight[:, None] if PAIRED else weight[None, :]
                 n_slope *= weight
                 a *= weight
-            dv_j = add_product(dv_j, grad_t.T, (a * n).to(grad_t.dtype), BY_BLOCKS)
-            dmn = join_halves((g * n_slope).to(q_t.dtype), (g * a).to(q_t.dtype), BT, BI, SWAPPED)
-            dku = add_product(dku, q_t.T, dmn, BY_BLOCKS)
+            p = (a * n).to(q_t[0].dtype)
+            dm = (g * n_slope).to(q_t[0].dtype)
+            dn = (g * a).to(q_t[0].dtype)
+            if PAIRED:
+                dv_j = add_dot(dv_j, grad_t[0].T, p, BY_BLOCKS)
+                dku = add_dot(dku, q_t[0].T, join_halves(dm, dn, BT, BI, SWAPPED), BY_BLOCKS)
+            else:
+                dv_j = add_product(dv_j, p, grad_t, BY_BLOCKS)
+                dk_j = add_product(dk_j, dm, q_t, BY_BLOCKS)
+                du_j = add_product(du_j, dn, q_t, BY_BLOCKS)
     base = (share.to(tl.int64) * (H // GROUP) * E + row) * d_e * D
-    i = tl.arange(0, 2 * BI)
-    unit = j * BI + i % BI
-    store_weight_grad(tl.where(i < BI, d_first, d_second) + base + unit * D, dku.T, unit, d_e, D, BD)
     unit = j * BI + tl.arange(0, BI)
-    store_weight_grad(dv + base + unit * D, dv_j.T, unit, d_e, D, BD)
+    if PAIRED:
+        i = tl.arange(0, 2 * BI)
+        pair = j * BI + i % BI
+        store(tl.where(i < BI, d_first, d_second) + base + pair * D, pair < d_e, (dku.T,), D, BD)
+        store(dv + base + unit * D, unit < d_e, (dv_j.T,), D, BD)
+    else:
+        store(d_first + base + unit * D, unit < d_e, dk_j, D, BD)
+        store(d_second + base + unit * D, unit < d_e, du_j, D, BD)
+        store(dv + base + unit * D, unit < d_e, dv_j, D, BD)
+
+
+@triton.jit(do_not_specialize=["shares"])
+def add_shares_kernel(parts, out, size, shares, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
+    """out [n, size] = parts [n, shares, size] added over the shares in order. Grid: blocks of ``size``, n."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows = parts + tl.program_id(1).to(tl.int64) * shares * size
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for first in range(0, shares, AT_ONCE):
+        share = first + tl.arange(0, AT_ONCE)
+        mask = (share < shares)[:, None] & (i < size)[None, :]
+        total += tl.sum(tl.load(rows + share.to(tl.int64)[:, None] * size + i[None, :], mask=mask, other=0.0), 0)
+    tl.store(out + tl.program_id(1).to(tl.int64) * size + i, total.to(out.dtype.element_ty), mask=i < size)

@@ -1,11 +1,18 @@
-"""Launches of the Triton kernels: how tensors are addressed, how small problems are split, which block shapes run."""
+"""Launches of the Triton kernels: how tensors are addressed, how small problems are split, which block shapes run.
+
+A launch is planned once for the shapes, strides and dtypes of its tensors, and whether they are aligned: a plan has the
+grid and all arguments but the tensors themselves, and remembers the kernel that Triton compiled for them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import math
 import threading
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,24 +23,29 @@ from .. import driver
 from ..contract import Settings
 from ..tokens import collapse, token_count
 from . import kernels
-from .configs import TABLE, Config
+from .configs import TABLE, Config, row_of
 
 _LOCK = threading.RLock()
 INTERPRETED = not isinstance(kernels.forward_kernel, triton.JITFunction)
-TMA_ALIGNMENT = 16  # bytes: base addresses and strides of a tensor map
+ALIGNMENT = 16  # bytes: of vector loads, and of base addresses and strides of a tensor map
 TMA_STRIDE_LIMIT = 1 << 40  # bytes
 TMA_SIZE_LIMIT = 1 << 31  # elements of an axis: Triton passes sizes and coordinates as 32-bit integers
-WAVES = 2  # programs a multiprocessor should get before a launch is worth splitting no further
+FEW = 64  # tokens, up to which a forward is bound by reading the weights, and has block shapes for that
 MIN_SHARE = 1024  # tokens: a smaller share of the weight gradients' sum is not worth its workspace
+PLANS = 1024  # kept of each kind
+
+
+class Gpu(NamedTuple):
+    capability: tuple[int, int]
+    multiprocessors: int
 
 
 @functools.cache
-def _architecture(device: torch.device) -> tuple[str, int]:
-    """Return (row of the config table, multiprocessors)."""
+def gpu(device: torch.device) -> Gpu:
     if device.type != "cuda":
-        return "other", 1
+        return Gpu((8, 0), 1)
     properties = torch.cuda.get_device_properties(device)
-    return "sm90" if properties.major == 9 else "other", properties.multi_processor_count
+    return Gpu((properties.major, properties.minor), properties.multi_processor_count)
 
 
 @contextlib.contextmanager
@@ -52,170 +64,279 @@ def launching(device: torch.device) -> Iterator[None]:
             yield
 
 
-def _config(q: Tensor, kernel: str, subnet_dim: int) -> Config:
-    config = TABLE[_architecture(q.device)[0], 8 * q.element_size(), q.shape[-1]][kernel]
-    return Config(**{**vars(config), "inter": min(config.inter, triton.next_power_of_2(subnet_dim))})
+class Facts(NamedTuple):
+    """What a plan depends on of a tensor x [..., H, columns]."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
 
 
-class Rows:
-    """Kernel arguments that address x [..., H, columns] in place: one token stride, blocks of tokens, or a table."""
+def facts(x: Tensor | None) -> Facts | None:
+    return None if x is None else Facts(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0)
 
-    def __init__(self, x: Tensor, name: str):
-        axes = collapse(x)
-        self.x, self.name, self.table = x, name, None
-        self.outer, self.length, self.inner = 0, 1, 0
-        if len(axes) <= 1:
-            self.layout = "rows"
-            self.inner = axes[0][1] if axes else 0
-        elif len(axes) == 2:
-            self.layout = "blocks"
-            (_, self.outer), (self.length, self.inner) = axes
-        else:
-            self.layout = "table"
-            self.table = torch.zeros((), dtype=torch.int64, device=x.device)
-            for size, stride in axes:
-                self.table = self.table[..., None] + torch.arange(size, device=x.device) * stride
-            self.table = self.table.flatten()
 
-    def arguments(self) -> dict[str, object]:
-        head, column = self.x.stride()[-2:]
-        at = (self.table, self.outer, self.inner, head, column)
-        return {f"{self.name}_length": self.length, f"{self.name}_at": at, f"{self.name.upper()}_LAYOUT": self.layout}
+class Plan:
+    """A launch of ``kernel`` on ``device`` but for its tensors, which come first in the kernel's signature."""
 
-    def descriptor(self, block: tuple[int, int]) -> TensorDescriptor | None:
-        """Return [tokens, columns of all heads] for the TMA unit, the head an offset; None where it cannot be one."""
-        head, column = self.x.stride()[-2:]
-        heads, width = self.x.shape[-2:]
-        columns = (heads - 1) * head + width
-        is_map = self.layout == "rows" and column == 1 and head >= 0 and block[1] == width
-        if not is_map or columns >= TMA_SIZE_LIMIT or not _tma_strides(self.x, self.inner):
-            return None
-        return TensorDescriptor(self.x, [token_count(self.x), columns], [self.inner, 1], list(block))
+    def __init__(self, kernel, device: torch.device, grid: tuple[int, int, int], config: Config, **arguments: Any):
+        self.kernel, self.device, self.grid, self.config, self.arguments = kernel, device, grid, config, arguments
+        self.values: tuple[Any, ...] = ()
+        self.compiled, self.launch = None, None
+
+    def start(self, *tensors: Tensor | TensorDescriptor | None) -> None:
+        """Launch on the current stream. The first time Triton finds or compiles the kernel by all its arguments."""
+        if self.launch is not None:
+            self.launch(*tensors, *self.values)
+            return
+        tables = {name: x.with_table(self.device) for name, x in self.arguments.items() if isinstance(x, Rows)}
+        how = {"num_warps": self.config.warps, "num_stages": self.config.stages}
+        compiled = self.kernel[self.grid](*tensors, **(self.arguments | tables), **how)
+        if not INTERPRETED and not tables:
+            self.values = tuple(self.arguments[name] for name in self.kernel.arg_names[len(tensors) :])
+            self.launch, self.compiled = compiled[self.grid], compiled
+
+
+class Rows(NamedTuple):
+    """How a kernel finds the tokens of x [..., H, columns] in place: one token stride, blocks of tokens, or a table.
+
+    ``at``: the table, the strides of blocks, tokens, heads and columns; this itself where the table has to be made.
+    """
+
+    layout: str
+    length: int | None
+    strides: tuple[int | None, ...] | None
+    axes: list[tuple[int, int]] | None = None
+
+    @property
+    def at(self) -> Any:
+        return self.strides if self.axes is None else self
+
+    def with_table(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return ``at`` with the offset of every token (int64)."""
+        table = torch.zeros((), dtype=torch.int64, device=device)
+        for size, stride in self.axes:
+            table = table[..., None] + torch.arange(size, device=device) * stride
+        return table.flatten(), *self.strides[1:]
+
+
+def rows(x: Facts | None) -> Rows:
+    if x is None:
+        return Rows("rows", None, None)
+    axes, columns = collapse(x), x.strides[-2:]
+    if len(axes) <= 1:
+        return Rows("rows", 1, (None, 0, axes[0][1] if axes else 0, *columns))
+    if len(axes) == 2:
+        (_, outer), (length, inner) = axes
+        return Rows("blocks", length, (None, outer, inner, *columns))
+    return Rows("table", 1, (None, 0, 0, *columns), axes)
+
+
+def addressing(**tensors: Facts | None) -> dict[str, Any]:
+    """Return a kernel's arguments for where tensors of tokens lie, by the letters that it has for them."""
+    found: dict[str, Any] = {}
+    for name, x in tensors.items():
+        at = rows(x)
+        found |= {f"{name.upper()}_LAYOUT": at.layout, f"{name}_length": at.length, f"{name}_at": at.at}
+    return found
+
+
+def _token_map(x: Tensor, block: list[int]) -> TensorDescriptor | None:
+    """Return x as [tokens, columns of all heads] for the TMA unit, the head an offset; None where it cannot be one."""
+    x_rows, (heads, width) = rows(facts(x)), x.shape[-2:]
+    _, _, inner, head, column = x_rows.strides
+    columns = (heads - 1) * head + width
+    is_map = x_rows.layout == "rows" and column == 1 and head >= 0 and block[1] == width
+    if not is_map or columns >= TMA_SIZE_LIMIT or not _tma_strides(x, inner):
+        return None
+    return TensorDescriptor(x, [token_count(x), columns], [inner, 1], block)
 
 
 def _tma_strides(x: Tensor, *strides: int) -> bool:
     size = x.element_size()
-    return x.data_ptr() % TMA_ALIGNMENT == 0 and all(
-        stride * size % TMA_ALIGNMENT == 0 and 0 < stride * size < TMA_STRIDE_LIMIT for stride in strides
+    return x.data_ptr() % ALIGNMENT == 0 and all(
+        stride * size % ALIGNMENT == 0 and 0 < stride * size < TMA_STRIDE_LIMIT for stride in strides
     )
 
 
 def has_tma(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return device.type == "cuda" and gpu(device).capability[0] >= 9
 
 
-class _Weights:
-    """Kernel arguments for K, U and V: as tensor maps where the device and the addresses allow, else as pointers.
+class Place(NamedTuple):
+    """How K, U and V lie in memory: on aligned addresses; so that tensor maps can take them; U before K."""
 
-    One map covers K and U: their distance is the stride of an axis of length 2. A stride is positive, so the pair
-    begins with the lower address. ``swapped``: this is U, and dq's sum gets another order, which ``ordered`` rules out.
-    """
-
-    def __init__(self, k: Tensor, u: Tensor, v: Tensor, inter: int, *, ordered: bool = False):
-        heads, subnets, subnet_dim, head_dim = k.shape
-        low, high = sorted((k, u), key=Tensor.data_ptr)
-        distance, remainder = divmod(high.data_ptr() - low.data_ptr(), k.element_size())
-        tensor_cores = k.element_size() == 2  # fp32 products are plain FMAs, for which ptxas spills beside tensor maps
-        aligned = remainder == 0 and _tma_strides(low, distance) and _tma_strides(v)
-        self.descriptors = tensor_cores and aligned and has_tma(k.device) and not (ordered and low is u)
-        self.swapped = self.descriptors and low is u
-        self.first, self.second, self.v = k, u, v
-        if self.descriptors:
-            matrix, width = subnet_dim * head_dim, triton.next_power_of_2(head_dim)
-            shape, strides = [heads * subnets, 2, subnet_dim, head_dim], [matrix, distance, head_dim, 1]
-            block = [1, 2, inter, width]
-            self.first, self.second = TensorDescriptor(low, shape, strides, block), high
-            self.v = TensorDescriptor(v, *([x[0], *x[2:]] for x in (shape, strides, block)))
-
-    def arguments(self) -> dict[str, object]:
-        settings = {"DESCRIPTORS": self.descriptors, "SWAPPED": self.swapped}
-        return {"first": self.first, "second": self.second, "v": self.v, **settings}
+    aligned: tuple[bool, ...]
+    maps: bool = False
+    swapped: bool = False
 
 
-def _shapes(q: Tensor, k: Tensor, config: Config) -> dict[str, object]:
-    kv_heads, subnets, subnet_dim, head_dim = k.shape
-    return {
-        "T": token_count(q), "H": q.shape[-2], "GROUP": q.shape[-2] // kv_heads, "E": subnets, "d_e": subnet_dim,
-        "D": head_dim, "BD": triton.next_power_of_2(head_dim), "BT": config.tokens, "BI": config.inter,
-        "RECIPROCAL": not INTERPRETED, "BY_BLOCKS": q.dtype == torch.float32, "num_warps": config.warps,
-        "num_stages": config.stages,
-    }  # fmt: skip
+def place(k: Tensor, u: Tensor, v: Tensor) -> Place:
+    """One map covers K and U: their distance is the stride of an axis of length 2. A stride is positive, so the pair
+    begins with the lower address."""
+    aligned = k.data_ptr() % ALIGNMENT == 0, u.data_ptr() % ALIGNMENT == 0, v.data_ptr() % ALIGNMENT == 0
+    # fp32 products are plain FMAs, for which ptxas spills beside tensor maps
+    if k.element_size() != 2 or not has_tma(k.device):
+        return Place(aligned)
+    distance, remainder = divmod(u.data_ptr() - k.data_ptr(), k.element_size())
+    if remainder or not _tma_strides(k, abs(distance)) or not _tma_strides(v):
+        return Place(aligned)
+    return Place(aligned, True, distance < 0)
 
 
-def _splits(programs: int, device: torch.device, most: int) -> int:
+def _pair(plan: Plan, k: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor | TensorDescriptor, ...]:
+    """Return (first, second, v) of a kernel."""
+    if not plan.arguments["DESCRIPTORS"]:
+        return k, u, v
+    low, high = (u, k) if plan.arguments["SWAPPED"] else (k, u)
+    heads, subnets, subnet_dim, head_dim = k.shape
+    distance = (high.data_ptr() - low.data_ptr()) // k.element_size()
+    shape, strides = [heads * subnets, 2, subnet_dim, head_dim], [subnet_dim * head_dim, distance, head_dim, 1]
+    block = [1, 2, plan.config.inter, plan.arguments["BD"]]
+    of_v = (x[:1] + x[2:] for x in (shape, strides, block))
+    return TensorDescriptor(low, shape, strides, block), high, TensorDescriptor(v, *of_v)
+
+
+def shares(programs: int, device: torch.device, config: Config, most: int) -> int:
     """Return the shares of a sum with too few programs to fill the device; their fp32 results are added in order."""
-    return max(1, min(most, WAVES * _architecture(device)[1] // programs))
+    return max(1, min(most, config.waves * gpu(device).multiprocessors // programs))
 
 
-def token_result(
-    kernel, q: Tensor, k: Tensor, config: Config, arguments: dict[str, object], name: str, dtype: torch.dtype
-) -> Tensor:
-    """Run a kernel whose programs own a token block of a head; sum the shares of sub-networks where it was split."""
-    tokens, heads = token_count(q), q.shape[-2]
-    blocks = triton.cdiv(tokens, config.tokens)
-    splits = _splits(blocks * heads, q.device, most=k.shape[1])
-    result = torch.empty((splits, *q.shape), dtype=dtype if splits == 1 else torch.float32, device=q.device)
-    kernel[blocks, heads, splits](**arguments, **_shapes(q, k, config), splits=splits, **{name: result})
-    return result[0] if splits == 1 else result.sum(0).to(dtype)
+def in_shares(tokens: int, programs: int, device: torch.device, config: Config, most: int) -> tuple[int, int]:
+    """Return the tokens of a share of a sum over them, in whole blocks, and how many shares there are."""
+    share = triton.cdiv(tokens, shares(programs, device, config, most))
+    share = triton.cdiv(share, config.tokens) * config.tokens
+    return share, triton.cdiv(tokens, share)
 
 
-def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activation: str = "silu") -> Tensor:
+@functools.lru_cache(PLANS)
+def block_shape(kernel: str, q: Facts, k: Facts, device: torch.device, config: Config | None) -> Config:
+    """Return the table's, or the given one, no larger than the problem."""
+    if config is None:
+        config = TABLE[row_of(gpu(device).capability), 8 * q.dtype.itemsize, q.shape[-1]][kernel]
+    inter = min(config.inter, triton.next_power_of_2(k.shape[2]))
+    tokens = config.tokens if config.paired else min(config.tokens, max(16, triton.next_power_of_2(token_count(q))))
+    return dataclasses.replace(config, inter=inter, tokens=tokens)
+
+
+def width(head_dim: int, config: Config) -> int:
+    """Return the columns of a tile's first part: with separate products the largest power of two, a second part has the
+    rest; in pairs, whose box of a tensor map is one, all."""
+    return triton.next_power_of_2(head_dim) if config.paired else 1 << (head_dim.bit_length() - 1)
+
+
+@functools.lru_cache(PLANS)
+def plan(
+    kernel: str, q: Facts, k: Facts, r: Facts | None, where: Place, activation: str, out: torch.dtype,
+    device: torch.device, config: Config | None, g: Facts | None = None, by_maps: bool = False,
+) -> Plan:  # fmt: skip
+    """Return a launch of one of the three kernels. ``by_maps``: weight_grads reads q and grad_out by tensor maps."""
+    tokens, heads, (kv_heads, subnets, subnet_dim, head_dim) = token_count(q), q.shape[-2], k.shape
+    few = "_few" if kernel == "forward" and tokens <= FEW else ""
+    config = block_shape(kernel + few, q, k, device, config)
+    blocks, tiles = triton.cdiv(tokens, config.tokens), triton.cdiv(subnet_dim, config.inter)
+    own = {"BEHIND": config.behind} if kernel == "forward" else addressing(g=g)
+    if kernel == "weight_grads":
+        programs = subnets * tiles, kv_heads
+        share, splits = in_shares(tokens, math.prod(programs), device, config, most=max(1, tokens // MIN_SHARE))
+        own |= {"share_tokens": share, "TOKEN_DESCRIPTORS": by_maps}
+    else:
+        programs = blocks, heads
+        splits = shares(blocks * heads, device, config, most=subnets * tiles if kernel == "forward" else subnets)
+        own["splits"] = splits
+    maps = config.paired and where.maps
+    return Plan(
+        getattr(kernels, f"{kernel}_kernel"), device, (*programs, splits), config, T=tokens, H=heads, E=subnets,
+        d_e=subnet_dim, GROUP=heads // kv_heads, D=head_dim, BD=width(head_dim, config), BT=config.tokens,
+        BI=config.inter, EVEN=subnet_dim % config.inter == 0, PAIRED=config.paired, DESCRIPTORS=maps,
+        SWAPPED=maps and where.swapped, ACTIVATION=activation, RECIPROCAL=not INTERPRETED,
+        BY_BLOCKS=q.dtype == torch.float32, **own, **addressing(q=q, r=r),
+    )  # fmt: skip
+
+
+def forward(
+    q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activation: str = "silu",
+    config: Config | None = None,
+) -> Tensor:  # fmt: skip
+    """Return S. ``config``: another block shape than the table's, to be timed."""
     with launching(q.device):
-        config = _config(q, "forward", k.shape[2])
-        arguments = _Weights(k, u, v, config.inter).arguments() | Rows(q, "q").arguments() | gate_arguments(r)
-        arguments |= {"q": q, "ACTIVATION": activation, "BEHIND": config.behind}
-        return token_result(kernels.forward_kernel, q, k, config, arguments, "out", q.dtype)
+        where = place(k, u, v)
+        planned = plan("forward", facts(q), facts(k), facts(r), where, activation, q.dtype, q.device, config)
+        out = shares_of(planned, q, q.dtype)
+        planned.start(q, *_pair(planned, k, u, v), r, out)
+        return total(out, planned, q.dtype)
 
 
-def gate_arguments(r: Tensor | None) -> dict[str, object]:
-    if r is not None:
-        return {"r": r, **Rows(r, "r").arguments()}
-    return {"r": None, "r_length": None, "r_at": None, "R_LAYOUT": "rows"}
+def shares_of(plan: Plan, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return memory for the shares of a sum over the networks [splits, ...], or for the sum where there is one."""
+    splits = plan.grid[2]
+    if splits == 1:
+        return torch.empty(like.shape, dtype=dtype, device=like.device)
+    return torch.empty((splits, *like.shape), dtype=torch.float32, device=like.device)
+
+
+def total(parts: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
+    """Return the sum of what :func:`shares_of` made."""
+    return parts if plan.grid[2] == 1 else add_shares(parts[None], dtype)[0]
+
+
+@functools.lru_cache(PLANS)
+def _add_shares_plan(count: int, splits: int, size: int, out: torch.dtype, device: torch.device) -> Plan:
+    block = 64 if count * size < 1 << 20 else 512  # few results are many programs, for the latency of the reads
+    grid, config = (triton.cdiv(size, block), count, 1), Config(0, block, 2, 1)
+    return Plan(kernels.add_shares_kernel, device, grid, config, size=size, shares=splits, AT_ONCE=16, BLOCK=block)
+
+
+def add_shares(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return parts [n, splits, ...] added over the splits in order, [n, ...]."""
+    count, splits, *shape = parts.shape
+    out = torch.empty((count, *shape), dtype=dtype, device=parts.device)
+    _add_shares_plan(count, splits, math.prod(shape), dtype, parts.device).start(parts, out)
+    return out
 
 
 def token_grads(
     grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings,
-    dq_dtype: torch.dtype,
+    dq_dtype: torch.dtype, config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (dq, dr), empty if ``settings.needs`` leaves them out; dr is empty if r is None."""
     if not settings.needs[0]:
         return q.new_empty(0), q.new_empty(0)
     with launching(q.device):
-        config = _config(q, "token_grads", k.shape[2])
+        like, where = (facts(q), facts(k), facts(r)), place(k, u, v)
+        if settings.deterministic and where.swapped:
+            where = Place(where.aligned)  # a swapped pair gives dq's sum another order
+        grad, activation = facts(grad_out), settings.activation
+        planned = plan("token_grads", *like, where, activation, dq_dtype, q.device, config, grad)
         dr = None if r is None else torch.empty(r.shape, dtype=r.dtype, device=r.device)
-        arguments = {"grad_out": grad_out, "q": q, "dr": dr, "ACTIVATION": settings.activation, **gate_arguments(r)}
-        arguments |= Rows(grad_out, "g").arguments() | Rows(q, "q").arguments()
-        arguments |= _Weights(k, u, v, config.inter, ordered=settings.deterministic).arguments()
-        dq = token_result(kernels.token_grads_kernel, q, k, config, arguments, "dq", dq_dtype)
-        return dq, q.new_empty(0) if dr is None else dr
+        dq = shares_of(planned, q, dq_dtype)
+        planned.start(grad_out, q, *_pair(planned, k, u, v), r, dq, dr)
+        return total(dq, planned, dq_dtype), q.new_empty(0) if dr is None else dr
 
 
 def weight_grads(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activation: str = "silu"
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activation: str = "silu",
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dk, du, dv) in k's dtype."""
     with launching(q.device):
-        config = _config(q, "weight_grads", k.shape[2])
-        weights = _Weights(k, u, v, config.inter)
-        heads, subnets, subnet_dim, head_dim = k.shape
-        tokens = token_count(q)
-        tiles = subnets * triton.cdiv(subnet_dim, config.inter)
-        share = triton.cdiv(tokens, _splits(tiles * heads, q.device, most=max(1, tokens // MIN_SHARE)))
-        share = triton.cdiv(share, config.tokens) * config.tokens
-        splits = triton.cdiv(tokens, share)
-        if splits > 1:
-            results = torch.empty((3, splits, *k.shape), dtype=torch.float32, device=k.device)
-        else:
-            results = tuple(torch.empty_like(k) for _ in range(3))
-        dk, du, dv = results
-        q_rows, g_rows = Rows(q, "q"), Rows(grad_out, "g")
-        block = (config.tokens, triton.next_power_of_2(head_dim))
-        maps = [rows.descriptor(block) for rows in (q_rows, g_rows)] if weights.descriptors else [None]
+        like, where, maps = (facts(q), facts(k), facts(r)), place(k, u, v), (None, None)
+        config = block_shape("weight_grads", *like[:2], q.device, config)
+        if config.paired and where.maps:
+            block = [config.tokens, triton.next_power_of_2(q.shape[-1])]
+            maps = _token_map(grad_out, block), _token_map(q, block)
         by_maps = None not in maps
-        kernels.weight_grads_kernel[tiles, heads, splits](
-            **dict(zip(("q", "grad_out"), maps if by_maps else (q, grad_out), strict=True)),
-            d_first=du if weights.swapped else dk, d_second=dk if weights.swapped else du, dv=dv, share_tokens=share,
-            **weights.arguments(), **g_rows.arguments(), **q_rows.arguments(), **gate_arguments(r),
-            **_shapes(q, k, config), TOKEN_DESCRIPTORS=by_maps, ACTIVATION=activation,
-        )  # fmt: skip
-        return results if splits == 1 else tuple(results.sum(1).to(k.dtype))
+        grad = facts(grad_out)
+        planned = plan("weight_grads", *like, where, activation, k.dtype, q.device, config, grad, by_maps)
+        splits = planned.grid[2]
+        if splits > 1:
+            dk, du, dv = parts = torch.empty((3, splits, *k.shape), dtype=torch.float32, device=k.device)
+        else:
+            dk, du, dv = torch.empty_like(k), torch.empty_like(k), torch.empty_like(k)
+        pair = (du, dk) if planned.arguments["SWAPPED"] else (dk, du)
+        planned.start(*(maps if by_maps else (grad_out, q)), *_pair(planned, k, u, v), r, *pair, dv)
+        return (dk, du, dv) if splits == 1 else tuple(add_shares(parts, k.dtype))
