@@ -51,17 +51,12 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     counts = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
     skipped = sorted({report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())})
     record = {
-        "command": environment.command(),
-        "commit": environment.commit(),
-        "date": datetime.date.today().isoformat(),
+        "command": environment.command(), "commit": environment.commit(), "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "versions": {"flashmhf": flashmhf.__version__, "torch": torch.__version__, "cuda": torch.version.cuda},
-        "selection": config.getoption("-m") or "all",
-        "exit_status": int(exitstatus),
-        **counts,
-        "skip_reasons": skipped,
+        "selection": config.getoption("-m") or "all", "exit_status": int(exitstatus), **counts, "skip_reasons": skipped,
         "failures": [report.nodeid for name in ("failed", "error") for report in terminalreporter.stats.get(name, ())],
-    }
+    }  # fmt: skip
     pathlib.Path(config.getoption("--record")).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

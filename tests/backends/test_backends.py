@@ -126,18 +126,14 @@ def test_why_not(monkeypatch, module, device, capability, dtype, sizes, reason):
     assert found is None if reason is None else reason in found
 
 
-@pytest.mark.parametrize(
-    ("cuda", "exists", "version", "driver_version", "reason"),
-    [
-        (None, False, None, 13000, "this PyTorch has no CUDA"),
-        ("13.0", False, None, 13000, "installed without its CUDA library"),
-        ("13.0", True, None, 0, "there is no NVIDIA driver"),
-        ("13.0", True, None, 13000, "does not load"),
-        ("13.0", True, "0.0.1", 13000, f"its CUDA library has version 0.0.1, the package has {flashmhf.__version__}"),
-        ("13.0", True, "0", 12040, "driver supports CUDA 12.4 but the library was built with CUDA 13.0"),
-        ("13.0", True, "0", 13000, None),
-    ],
-)
+@pytest.mark.parametrize(("cuda", "exists", "version", "driver_version", "reason"), [
+    (None, False, None, 13000, "this PyTorch has no CUDA"),
+    ("13.0", False, None, 13000, "installed without its CUDA library"),
+    ("13.0", True, None, 0, "there is no NVIDIA driver"), ("13.0", True, None, 13000, "does not load"),
+    ("13.0", True, "0.0.1", 13000, f"its CUDA library has version 0.0.1, the package has {flashmhf.__version__}"),
+    ("13.0", True, "0", 12040, "driver supports CUDA 12.4 but the library was built with CUDA 13.0"),
+    ("13.0", True, "0", 13000, None),
+])  # fmt: skip
 def test_why_the_library_is_not_usable(monkeypatch, tmp_path, uncached, cuda, exists, version, driver_version, reason):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(driver, "version", lambda: driver_version)

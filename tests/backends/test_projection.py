@@ -116,8 +116,6 @@ def test_the_operator_checks_by_itself(needs_hopper, change, message):
 
 
 # The module on a GPU
-
-
 def plain(module, x):
     return module.out_proj(module._run_networks(module.query(x)).flatten(-2))
 

@@ -43,11 +43,9 @@ def tokens(tmp_path_factory):
     first = np.random.default_rng(0).integers(0, 30, 2400)
     ids = (10 * first[:, None] + np.arange(10)).astype(np.uint16).flatten()
     ends = {
-        "train-00": (0, 10_000),
-        "train-01": (10_000, 20_000),
-        "val-code": (20_000, 21_000),
+        "train-00": (0, 10_000), "train-01": (10_000, 20_000), "val-code": (20_000, 21_000),
         "val-prose": (21_000, 24_000),
-    }
+    }  # fmt: skip
     for name, (begin, end) in ends.items():
         ids[begin:end].tofile(directory / f"{name}.bin")
     (directory / "tokens.json").write_text('{"tokenizer_sha256": "0", "vocabulary": 300}')

@@ -9,17 +9,11 @@ import pytest
 plan = pytest.importorskip("flashmhf._plan")
 DEVICES = [*(clusters for clusters, _ in forward_plans.DEVICES.values()), (1, 0, 0, 0, 0, 0, 0, 0)]
 
-SHAPES = [  # batch, length, heads, subnets, subnet_dim
-    (1, 1, 1, 1, 16),
-    (1, 64, 16, 22, 384),
-    (1, 1537, 16, 22, 384),
-    (1, 32256, 16, 22, 384),
-    (8, 4096, 8, 7, 384),
-    (8, 4096, 6, 8, 256),
-    (3, 200, 5, 7, 112),
-    (1, 4096, 1, 1, 64),
-    (1, 1 << 20, 16, 22, 384),
-]
+SHAPES = [
+    # batch, length, heads, subnets, subnet_dim
+    (1, 1, 1, 1, 16), (1, 64, 16, 22, 384), (1, 1537, 16, 22, 384), (1, 32256, 16, 22, 384), (8, 4096, 8, 7, 384),
+    (8, 4096, 6, 8, 256), (3, 200, 5, 7, 112), (1, 4096, 1, 1, 64), (1, 1 << 20, 16, 22, 384),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("clusters", DEVICES)
@@ -54,16 +48,10 @@ def test_every_tile_once_and_balanced(shape, clusters):
 
 FLAGSHIP = {"heads": 16, "head_dim": 128, "subnets": 22, "subnet_dim": 384}
 TASKS = [
-    {"router": True},
-    {"gate": True},
-    {},
-    {"router": True, "deterministic": True},
-    {"gate": True, "tokens": False},
-    {"router": True, "weights": False},
-    {"router": True, "head_dim": 256},
-    {"router": True, "subnets": 33},
+    {"router": True}, {"gate": True}, {}, {"router": True, "deterministic": True}, {"gate": True, "tokens": False},
+    {"router": True, "weights": False}, {"router": True, "head_dim": 256}, {"router": True, "subnets": 33},
     {"router": True, "subnets": 33, "deterministic": True},
-]
+]  # fmt: skip
 GROUP_SHAPES = [
     {"batch": 1, "length": 32256} | FLAGSHIP,
     {"batch": 8, "length": 4033, "heads": 16, "head_dim": 128, "subnets": 15, "subnet_dim": 384},
@@ -81,16 +69,11 @@ def buffers_of(shape, task, heads, p, ordered):
     tiles = shape["batch"] * p["row_tiles"] * heads
     tokens = shape["batch"] * shape["length"] * heads
     return {
-        "query": tiles * 64 * head_dim * (1 if fused else p["token_parts"]),
-        "dr_sums": tiles * 64 * shape["subnets"],
-        "query_added": tiles,
-        "dr_added": tiles * shape["subnets"],
-        "weight_parts": (p["items"] - p["whole"]) * p["parts"] * 3 * 64 * head_dim,
-        "r": tokens * shape["subnets"],
-        "scale": tokens,
-        "dr": tokens * shape["subnets"],
-        "dw_parts": head_dim * shape["subnets"],
-    }
+        "query": tiles * 64 * head_dim * (1 if fused else p["token_parts"]), "dr_sums": tiles * 64 * shape["subnets"],
+        "query_added": tiles, "dr_added": tiles * shape["subnets"],
+        "weight_parts": (p["items"] - p["whole"]) * p["parts"] * 3 * 64 * head_dim, "r": tokens * shape["subnets"],
+        "scale": tokens, "dr": tokens * shape["subnets"], "dw_parts": head_dim * shape["subnets"],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -13,25 +13,14 @@ from hypothesis import strategies as st
 plan = pytest.importorskip("flashmhf._plan")
 f16, fp8 = plan.plan_forward, functools.partial(plan.plan_forward, fp8=True)
 
-SHAPES = [  # batch, length, heads, head_dim, subnets, subnet_dim
-    (1, 1, 1, 128, 1, 16),
-    (1, 64, 16, 128, 22, 384),
-    (1, 129, 2, 64, 22, 64),
-    (1, 1536, 16, 128, 22, 384),
-    (1, 1537, 16, 128, 22, 384),
-    (1, 3072, 16, 128, 22, 384),
-    (1, 12288, 16, 128, 22, 384),
-    (1, 2000, 8, 96, 7, 384),
-    (2, 5000, 6, 64, 15, 256),
-    (1, 4288, 16, 128, 8, 256),
-    (1, 5000, 3, 256, 22, 384),
-    (1, 32256, 16, 128, 22, 384),
-    (8, 192, 6, 96, 8, 256),
-    (3, 200, 5, 256, 7, 112),
-    (1, 70_000, 3, 256, 22, 704),
-    (1, 1 << 20, 16, 128, 22, 384),
+SHAPES = [
+    # batch, length, heads, head_dim, subnets, subnet_dim
+    (1, 1, 1, 128, 1, 16), (1, 64, 16, 128, 22, 384), (1, 129, 2, 64, 22, 64), (1, 1536, 16, 128, 22, 384),
+    (1, 1537, 16, 128, 22, 384), (1, 3072, 16, 128, 22, 384), (1, 12288, 16, 128, 22, 384), (1, 2000, 8, 96, 7, 384),
+    (2, 5000, 6, 64, 15, 256), (1, 4288, 16, 128, 8, 256), (1, 5000, 3, 256, 22, 384), (1, 32256, 16, 128, 22, 384),
+    (8, 192, 6, 96, 8, 256), (3, 200, 5, 256, 7, 112), (1, 70_000, 3, 256, 22, 704), (1, 1 << 20, 16, 128, 22, 384),
     (1, 100, 1, 128, 1, 100_000),
-]
+]  # fmt: skip
 CHIPS = {name: clusters for name, (clusters, _) in forward_plans.DEVICES.items()}
 DEVICES = [*CHIPS.values(), (1, 0, 0, 0, 0, 0, 0, 0), (2, 1, 0, 0, 0, 0, 0, 0)]
 
@@ -183,15 +172,11 @@ def test_projections_cover_every_token_and_feature(features):
         assert features % (64 * p["warpgroups"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("shape", "group", "message"),
-    [
-        ((1, 64, 4, 80, 2, 64), 1, "d_h = 80"),
-        ((1, 1 << 40, 64, 128, 2, 64), 1, "index range"),
-        # of the output, of heads that share one of K, U and V
-        ((1, 1, (1 << 23) + 1, 256, 2, 64), (1 << 23) + 1, r"H \* d_h exceeds"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "group", "message"), [
+    ((1, 64, 4, 80, 2, 64), 1, "d_h = 80"), ((1, 1 << 40, 64, 128, 2, 64), 1, "index range"),
+    # of the output, of heads that share one of K, U and V
+    ((1, 1, (1 << 23) + 1, 256, 2, 64), (1 << 23) + 1, r"H \* d_h exceeds"),
+])  # fmt: skip
 def test_refusals(shape, group, message):
     with pytest.raises(ValueError, match=message):
         plan.plan_forward(*shape, group=group)

@@ -48,15 +48,12 @@ def test_language_models_train_as_in_one_process(case, processes, tmp_path):
         run(case, count, *folder)
 
 
-@pytest.mark.parametrize(
-    ("kind", "found"),
-    [
-        # subtracts heads of its upper half from those of the lower
-        ("DiffLlama", "DiffLlamaAttention with lambda_q1, lambda_k1"),
-        ("Olmo2", "Olmo2Attention with q_norm.weight, k_norm.weight"),  # normalises all heads together
-        ("OlmoHybrid", "OlmoHybridGatedDeltaNet with A_log"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "found"), [
+    # subtracts heads of its upper half from those of the lower
+    ("DiffLlama", "DiffLlamaAttention with lambda_q1, lambda_k1"),
+    ("Olmo2", "Olmo2Attention with q_norm.weight, k_norm.weight"),  # normalises all heads together
+    ("OlmoHybrid", "OlmoHybridGatedDeltaNet with A_log"),
+])  # fmt: skip
 def test_attention_whose_heads_ranks_cannot_divide_is_refused(kind, found):
     transformers = pytest.importorskip("transformers")
     from small_models import foreign

@@ -42,11 +42,8 @@ from flashmhf_recipes import tokenizer  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "HF_HUB_OFFLINE": "1",
-}
+    "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
 # DISTINCT: of the tokens that a model must give, so that equality says something
 NEW, POSITIONS, DISTINCT = 24, 512, 50
 LENGTHS = [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 90, 127, 129, 150, 200]
@@ -66,11 +63,9 @@ def models(tmp_path_factory) -> Path:
         "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
     )
     sizes = {
-        "hidden_size": 128,
-        "num_attention_heads": 4,
-        "max_position_embeddings": POSITIONS,
+        "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": POSITIONS,
         "tie_word_embeddings": False,
-    }
+    }  # fmt: skip
     heads = sizes | {"ffn_num_heads": 4}
     configs = {name: preset(f"{name}-tiny").config(**heads) for name in ("mh_ffn", "flashmhf")}
     configs["swiglu"] = preset("swiglu-tiny").config(**sizes)

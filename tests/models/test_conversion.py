@@ -32,17 +32,10 @@ def settings_of(config: dict) -> dict:
 SIZES = dict(hidden_size=48, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, vocab_size=61)
 COMMON = dict(num_heads=3, num_kuv_heads=3, skip_linear=False, custom_init=True, apply_rmsnorm=True, use_flash=True)
 OFFICIAL = {
-    "model_type": "mhffnmoe",
-    "eos_token_id": 0,
-    "hidden_act": "silu",
-    "intermediate_size": 72,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": None,
-    "rope_theta": 5000.0,
-    "tie_word_embeddings": False,
-    **SIZES,
+    "model_type": "mhffnmoe", "eos_token_id": 0, "hidden_act": "silu", "intermediate_size": 72, "rms_norm_eps": 1e-5,
+    "rope_scaling": None, "rope_theta": 5000.0, "tie_word_embeddings": False, **SIZES,
     **of_network(**COMMON, num_experts=4, init_w_self_gain=0.707),
-}
+}  # fmt: skip
 LLAMA = {name: value for name, value in OFFICIAL.items() if "mhffn" not in name} | {"model_type": "llama"}
 IDS = torch.randint(61, (1, 19), generator=torch.Generator().manual_seed(3))
 
@@ -131,23 +124,20 @@ def mhffn(**settings: object) -> dict:
 
 
 CONFIGURATIONS = {
-    "q_norm": OFFICIAL,
-    "swish": OFFICIAL | {"hidden_act": "swish"},
-    "unused q_norm": mixture(apply_rmsnorm=False),
+    "q_norm": OFFICIAL, "swish": OFFICIAL | {"hidden_act": "swish"}, "unused q_norm": mixture(apply_rmsnorm=False),
     "no norm before the network": mixture(disable_original_mlp_rmsnorm=True),
     "tied, one expert": mixture(num_experts=1) | {"tie_word_embeddings": True},
     "one head": mixture(num_heads=1, num_kuv_heads=None) | {"num_key_value_heads": 4},
     "grouped heads": mixture(num_heads=6, num_kuv_heads=2),
     "no projections, gelu": mixture(skip_linear=True) | {"hidden_act": "gelu"},
-    "relu2": mixture(num_kuv_heads=1) | {"hidden_act": "relu2"},
-    "mhffn": mhffn(init_w_self_gain=0.707),
+    "relu2": mixture(num_kuv_heads=1) | {"hidden_act": "relu2"}, "mhffn": mhffn(init_w_self_gain=0.707),
     "dot": mixture(apply_dot_scaling=True),
     "dot theory": mixture(apply_dot_scaling=True, apply_dot_scaling_theory=True),
     "theory alone": mixture(apply_dot_scaling_theory=True),
     "final and dot": mixture(apply_final_scaling=True, apply_dot_scaling=True) | {"hidden_act": "relu"},
     "mhffn grouped and dot": mhffn(num_kuv_heads=1, apply_dot_scaling=True, apply_rmsnorm=False),
     "mhffn without projections": mhffn(skip_linear=True, apply_final_scaling=True),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("config", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
@@ -282,26 +272,23 @@ FILES = "model.safetensors, model.safetensors.index.json, pytorch_model.bin, pyt
 TIED, EXTRA = {"tie_word_embeddings": True}, torch.ones(2, 3)
 
 
-@pytest.mark.parametrize(
-    ("settings", "change", "error", "message"),
-    [
-        ({"mhffnmoe_num_kuv_heads": 2}, {}, ValueError, "num_kuv_heads is 2; it must divide num_heads = 3"),
-        ({"mhffnmoe_num_heads": 3.0}, {}, TypeError, "num_heads must be an int, got float"),
-        ({"mhffnmoe_apply_rmsnorm": "false"}, {}, TypeError, "apply_rmsnorm must be a number or a bool, got str"),
-        ({"mhffnmoe_new_idea": 1}, {}, NotImplementedError, "new_idea"),
-        ({"hidden_act": "tanh"}, {}, StrictDataclassError, "hidden_act is 'tanh'; .* supports: 'silu', 'gelu', "),
-        ({"model_type": "mamba"}, {}, ValueError, "model_type is 'mamba'; expected 'mhffnmoe', 'mhffn'"),
-        ({"quantization_config": {"quant_method": "x"}}, {}, NotImplementedError, "quantization_config"),
-        ({}, {EMBEDDING: None}, ValueError, f"lacks 1 weights of its model: {EMBEDDING}"),
-        (TIED, {EMBEDDING: None, "lm_head.weight": None}, ValueError, f"lacks 1 weights of its model: {EMBEDDING}"),
-        (TIED, {}, ValueError, "lm_head.weight differs"),
-        ({}, {"model.layers.0.self_attn.q_proj.lora_A": EXTRA}, ValueError, "unexpected .*lora_A"),
-        ({}, {"model.layers.0.mlp.extra": EXTRA}, ValueError, "extra"),
-        ({}, {"model.layers.7.mlp.gate_weight": EXTRA}, ValueError, "missing"),
-        (LLAMA, {"model.layers.0.mlp.extra": EXTRA}, ValueError, "unexpected .*extra"),
-        ({}, None, FileNotFoundError, f"has no weights; expected one of {FILES}"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "change", "error", "message"), [
+    ({"mhffnmoe_num_kuv_heads": 2}, {}, ValueError, "num_kuv_heads is 2; it must divide num_heads = 3"),
+    ({"mhffnmoe_num_heads": 3.0}, {}, TypeError, "num_heads must be an int, got float"),
+    ({"mhffnmoe_apply_rmsnorm": "false"}, {}, TypeError, "apply_rmsnorm must be a number or a bool, got str"),
+    ({"mhffnmoe_new_idea": 1}, {}, NotImplementedError, "new_idea"),
+    ({"hidden_act": "tanh"}, {}, StrictDataclassError, "hidden_act is 'tanh'; .* supports: 'silu', 'gelu', "),
+    ({"model_type": "mamba"}, {}, ValueError, "model_type is 'mamba'; expected 'mhffnmoe', 'mhffn'"),
+    ({"quantization_config": {"quant_method": "x"}}, {}, NotImplementedError, "quantization_config"),
+    ({}, {EMBEDDING: None}, ValueError, f"lacks 1 weights of its model: {EMBEDDING}"),
+    (TIED, {EMBEDDING: None, "lm_head.weight": None}, ValueError, f"lacks 1 weights of its model: {EMBEDDING}"),
+    (TIED, {}, ValueError, "lm_head.weight differs"),
+    ({}, {"model.layers.0.self_attn.q_proj.lora_A": EXTRA}, ValueError, "unexpected .*lora_A"),
+    ({}, {"model.layers.0.mlp.extra": EXTRA}, ValueError, "extra"),
+    ({}, {"model.layers.7.mlp.gate_weight": EXTRA}, ValueError, "missing"),
+    (LLAMA, {"model.layers.0.mlp.extra": EXTRA}, ValueError, "unexpected .*extra"),
+    ({}, None, FileNotFoundError, f"has no weights; expected one of {FILES}"),
+])  # fmt: skip
 def test_refusals(settings, change, error, message, tmp_path):
     """By name: of settings, and of checkpoints that are incomplete, contradictory or another model's. What any missing
     weight gives, by every door, is in test_loading.py."""

@@ -136,14 +136,11 @@ def test_rotary_frequencies_keep_float32(tmp_path):
     model = tiny()
     model.save_pretrained(tmp_path)
     converted = {
-        "to(dtype)": tiny().to(torch.bfloat16),
-        "to(tensor)": tiny().to(torch.zeros(1, dtype=torch.float16)),
-        "half": tiny().half(),
-        "from_config": AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16),
+        "to(dtype)": tiny().to(torch.bfloat16), "to(tensor)": tiny().to(torch.zeros(1, dtype=torch.float16)),
+        "half": tiny().half(), "from_config": AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16),
         "from_pretrained": AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16),
-        "load": lm.load(tmp_path, torch.bfloat16),
-        "inner model": tiny().model.to(torch.bfloat16),
-    }
+        "load": lm.load(tmp_path, torch.bfloat16), "inner model": tiny().model.to(torch.bfloat16),
+    }  # fmt: skip
     for how, other in converted.items():
         assert other.dtype != torch.float32, how
         found = dict(getattr(other, "model", other).rotary_emb.named_buffers())
@@ -318,8 +315,6 @@ def test_every_default_and_preset_is_a_network_that_the_kernels_take(monkeypatch
 
 
 # Presets
-
-
 def parameters(config: FlashMHFConfig) -> int:
     with torch.device("meta"):
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
@@ -341,8 +336,6 @@ def test_parameter_counts(name):
 
 
 # Heads of transformers: sequence and token classification, question answering
-
-
 HEADS = {  # labels for two sequences of 7 tokens, the shape of what is scored
     "SequenceClassification": ({"labels": torch.tensor([0, 2])}, (2, 3)),
     "TokenClassification": ({"labels": torch.randint(3, (2, 7))}, (2, 7, 3)),

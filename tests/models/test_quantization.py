@@ -68,8 +68,6 @@ def mlp(model: nn.Module) -> nn.Module:
 
 
 # Replaced networks
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Mistral"])
 def test_replaced_networks_are_recorded_and_loaded(kind, dtype, tmp_path):
@@ -461,8 +459,6 @@ def test_the_trainer_and_adapters_take_a_reloaded_model(tmp_path):
 
 
 # FP8
-
-
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     """A directory with a model as it is trained in "plain", and that model in FP8 in "packed"."""

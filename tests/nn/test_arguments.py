@@ -146,8 +146,6 @@ def test_a_wrong_input_is_refused_by_name(name, given):
 
 
 # The official layout
-
-
 def without(name):
     return lambda state: {key: value for key, value in state.items() if key != name}
 

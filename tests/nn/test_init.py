@@ -53,16 +53,11 @@ def test_the_output_of_a_balanced_network_adds_its_part_of_the_residual_variance
     assert variance * 2 * num_layers == pytest.approx(1, rel=0.15)
 
 
-@pytest.mark.parametrize(
-    ("init", "gains"),
-    [
-        ("normal", OfficialInit()),
-        ("official", OfficialInit()),
-        ("official", OfficialInit(in_proj=0.5, k=2.0, u=3.0, v=0.25, router=4.0)),
-        ("official", OfficialInit(identity=True)),
-        ("official", OfficialInit(k=0.0, router=0)),
-    ],
-)
+@pytest.mark.parametrize(("init", "gains"), [
+    ("normal", OfficialInit()), ("official", OfficialInit()),
+    ("official", OfficialInit(in_proj=0.5, k=2.0, u=3.0, v=0.25, router=4.0)),
+    ("official", OfficialInit(identity=True)), ("official", OfficialInit(k=0.0, router=0)),
+])  # fmt: skip
 @every_network
 def test_normal_and_official(name, init, gains):
     module = fresh(name)

@@ -16,15 +16,10 @@ from flashmhf.integrations.peft import stack_weights
 D_MODEL, HEADS, SUBNETS, SUBNET_DIM = 48, 6, 4, 20
 HEAD_DIM = D_MODEL // HEADS
 SWITCHES = [
-    {},
-    {"num_kv_heads": 2},
-    {"num_kv_heads": 1, "q_norm": True, "q_norm_eps": 1e-3},
-    {"skip_linear": True},
+    {}, {"num_kv_heads": 2}, {"num_kv_heads": 1, "q_norm": True, "q_norm_eps": 1e-3}, {"skip_linear": True},
     {"skip_linear": True, "num_kv_heads": 3, "q_norm": True, "activation": "relu2"},
-    {"activation": "gelu", "bias": True},
-    {"activation": "relu"},
-    {"q_norm": True, "q_norm_eps": 1e-3, "bias": True},
-]
+    {"activation": "gelu", "bias": True}, {"activation": "relu"}, {"q_norm": True, "q_norm_eps": 1e-3, "bias": True},
+]  # fmt: skip
 IDS = ["-".join(f"{name}={value}" for name, value in switches.items()) or "none" for switches in SWITCHES]
 
 
@@ -125,8 +120,6 @@ def test_autocast_takes_any_input(make, stored):
 
 
 # The official layout both ways; whole models in tests/models/test_conversion.py
-
-
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_size_of_a_state_dict_is_checked_both_ways(gated):
     """One tensor of another size at a time, and other H, E and H_kv than the checkpoint's; with the right ones the same
@@ -158,8 +151,6 @@ def test_every_size_of_a_state_dict_is_checked_both_ways(gated):
 
 
 # The memory of parameters
-
-
 @every_module
 def test_a_state_dict_is_the_parameters_memory(make):
     """Weight averages, pruning and restored snapshots write into it."""

@@ -57,11 +57,9 @@ def _layer(x, in_w, in_bias, q_norm, q_norm_eps, *operands) -> Tensor:
 
 
 KERNELS: dict[str, Callable] = {
-    **dict.fromkeys(("forward", "gated_forward"), _forward),
-    **dict.fromkeys(("backward", "gated_backward"), _backward),
-    "fp8_forward": _fp8_forward,
-    **dict.fromkeys(("layer", "fp8_layer", "graph_layer", "graph_fp8_layer"), _layer),
-}
+    **dict.fromkeys(("forward", "gated_forward"), _forward), **dict.fromkeys(("backward", "gated_backward"), _backward),
+    "fp8_forward": _fp8_forward, **dict.fromkeys(("layer", "fp8_layer", "graph_layer", "graph_fp8_layer"), _layer),
+}  # fmt: skip
 
 
 @functools.cache

@@ -101,11 +101,9 @@ def call_of(name):
 
 
 CALLS = {
-    "forward": BAD | BAD_GATE,
-    "gated_forward": BAD | BAD_ROUTER,
-    "backward": BAD | BAD_GATE | BAD_GRAD,
+    "forward": BAD | BAD_GATE, "gated_forward": BAD | BAD_ROUTER, "backward": BAD | BAD_GATE | BAD_GRAD,
     "gated_backward": BAD | BAD_ROUTER | BAD_GRAD,
-}
+}  # fmt: skip
 CASES = [
     pytest.param(call_of(call), *case, id=f"{call}: {name}")
     for call, cases in CALLS.items()

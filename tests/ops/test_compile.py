@@ -17,16 +17,11 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 ops = torch.ops.flashmhf
 
 
-@pytest.mark.parametrize(
-    ("names", "inputs", "settings"),
-    [
-        (RESULTS, {"num_kv_heads": 1}, {}),
-        (["forward", "backward"], {"gate": None}, {}),
-        (["backward"], {"dtype": torch.bfloat16}, {"needs": [False, True]}),
-        (["gated_backward"], {"dtype": torch.bfloat16}, {"needs": [True, False]}),
-    ],
-    ids=["grouped heads", "no gate", "weights alone", "tokens alone"],
-)
+@pytest.mark.parametrize(("names", "inputs", "settings"), [
+    (RESULTS, {"num_kv_heads": 1}, {}), (["forward", "backward"], {"gate": None}, {}),
+    (["backward"], {"dtype": torch.bfloat16}, {"needs": [False, True]}),
+    (["gated_backward"], {"dtype": torch.bfloat16}, {"needs": [True, False]}),
+], ids=["grouped heads", "no gate", "weights alone", "tokens alone"])  # fmt: skip
 def test_opcheck(target, names, inputs, settings):
     p = problem((2, 20), 2, 64, 3, 32, **{"dtype": target.dtype, "device": target.device} | inputs)
     for name in names:

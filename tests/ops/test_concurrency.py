@@ -105,8 +105,6 @@ def test_eight_threads_with_a_stream_each(name, devices, gpu_backend):
 
 
 # Two streams, or two CUDA graphs, at once
-
-
 def calls(p, backend) -> dict[str, tuple[torch.Tensor, ...]]:
     """Both directions of both operators; those that promise it bitwise repeatable."""
     deterministic = {f"deterministic {name}": call(name, p, backend=backend, deterministic=True) for name in BACKWARDS}
@@ -176,8 +174,6 @@ def test_two_graphs(pair, gpu_backend):
 
 
 # In processes of their own: what comes first there
-
-
 EIGHT_AT_FIRST = """
 import sys, threading, torch
 from concurrent.futures import ThreadPoolExecutor

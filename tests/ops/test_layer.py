@@ -86,8 +86,6 @@ def test_frozen_weights_need_no_gradient_and_gradients_take_the_parts(calls):
 
 
 # What somebody else does to a module or around it. Each case changes the result or watches the parts' calls.
-
-
 def double_output(module: nn.Module, args: object, out: Tensor) -> Tensor:
     return 2 * out
 
@@ -197,8 +195,6 @@ def test_a_compiled_module_notices_what_pytorchs_own_do(change, make, fresh_dyna
 
 
 # Patches of classes: each changes what the training step's parts compute
-
-
 def of_class(owner: type, name: str) -> tuple[type, str, Callable]:
     usual = getattr(owner, name)
     return owner, name, lambda self, x: 2 * usual(self, x)
@@ -210,16 +206,12 @@ def called_twice(owner: type, name: str) -> tuple[type, str, Callable]:
 
 
 CLASSES = [
-    of_class(multihead.HeadRMSNorm, "forward"),
-    of_class(nn.Linear, "forward"),
+    of_class(multihead.HeadRMSNorm, "forward"), of_class(nn.Linear, "forward"),
     *(of_class(flashmhf.FlashMHF, name) for name in ("split_heads", "normalise", "query", "_heads", "join_heads")),
-    of_class(multihead.GroupedHeads, "normalise"),
-    of_class(multihead.MultiHead, "join_heads"),
-    of_class(multihead.Heads, "split_heads"),
-    called_twice(nn.Module, "__call__"),
-    called_twice(nn.Module, "_call_impl"),
-    (flashmhf.FlashMHF, "router_eps", property(lambda self: 0.5)),
-]
+    of_class(multihead.GroupedHeads, "normalise"), of_class(multihead.MultiHead, "join_heads"),
+    of_class(multihead.Heads, "split_heads"), called_twice(nn.Module, "__call__"),
+    called_twice(nn.Module, "_call_impl"), (flashmhf.FlashMHF, "router_eps", property(lambda self: 0.5)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -359,8 +351,6 @@ def test_every_operator_is_for_every_device(key):
 
 
 # The operator by itself: what it refuses, and on which devices; opcheck
-
-
 def operands(tokens: int) -> dict:
     """The operator's arguments for a network with every option."""
     network = flashmhf.FlashMHF(256, 4, 3, 32, bias=True, q_norm=True).requires_grad_(False)
@@ -409,8 +399,6 @@ def test_opcheck():
 
 
 # Tensors that begin inside a storage: slices of the tokens, weights in one flat buffer
-
-
 @pytest.mark.parametrize("tokens", [2, 100, 300])
 @pytest.mark.parametrize("what", ["tokens", "tokens of fp8", "weights"])
 def test_what_lies_behind_other_values(monkeypatch, device, tokens, what):

@@ -16,24 +16,12 @@ from flashmhf.testing import assert_accurate, fixed_limit, problem, relative_l2
 # a tile, more sub-networks than a CTA's chunk; then heads that share weights, in groups of 2, 3, 4 and 8 and all in
 # one, blocks side by side
 SHAPES = [
-    ((1000,), 2, 64, 3, 192, 2),
-    ((3, 65), 2, 128, 3, 80, 2),
-    ((2, 2, 33), 1, 64, 1, 16, 1),
-    ((129,), 2, 128, 9, 64, 2),
-    ((64,), 4, 64, 2, 48, 4),
-    ((200,), 2, 96, 3, 112, 2),
-    ((130,), 2, 256, 2, 144, 2),
-    ((200,), 1, 64, 35, 16, 1),
-    ((1000,), 4, 64, 3, 192, 2),
-    ((3, 65), 6, 128, 3, 80, 2),
-    ((129,), 4, 128, 9, 64, 1),
-    ((64,), 8, 64, 2, 48, 2),
-    ((200,), 4, 96, 3, 112, 1),
-    ((130,), 4, 256, 2, 144, 2),
-    ((33,), 8, 64, 35, 16, 1),
-    ((300,), 16, 128, 22, 48, 4),
+    ((1000,), 2, 64, 3, 192, 2), ((3, 65), 2, 128, 3, 80, 2), ((2, 2, 33), 1, 64, 1, 16, 1), ((129,), 2, 128, 9, 64, 2),
+    ((64,), 4, 64, 2, 48, 4), ((200,), 2, 96, 3, 112, 2), ((130,), 2, 256, 2, 144, 2), ((200,), 1, 64, 35, 16, 1),
+    ((1000,), 4, 64, 3, 192, 2), ((3, 65), 6, 128, 3, 80, 2), ((129,), 4, 128, 9, 64, 1), ((64,), 8, 64, 2, 48, 2),
+    ((200,), 4, 96, 3, 112, 1), ((130,), 4, 256, 2, 144, 2), ((33,), 8, 64, 35, 16, 1), ((300,), 16, 128, 22, 48, 4),
     ((100,), 4, 256, 6, 48, 1),
-]
+]  # fmt: skip
 grouped_or_not = pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2)])
 
 
@@ -85,18 +73,10 @@ def test_token_counts(target, tokens, heads):
 
 
 @pytest.mark.parametrize("gate", ["float32", "same"])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (1, 8, 128, 22, 96, 2),
-        (16, 16, 64, 20, 128, 4),
-        (13, 8, 96, 35, 64, 1),
-        (32, 8, 128, 22, 96, 4),
-        (16, 12, 128, 6, 384, 2),
-        (9, 8, 256, 4, 128, 2),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", [
+    (1, 8, 128, 22, 96, 2), (16, 16, 64, 20, 128, 4), (13, 8, 96, 35, 64, 1), (32, 8, 128, 22, 96, 4),
+    (16, 12, 128, 6, 384, 2), (9, 8, 256, 4, 128, 2),
+], ids=str)  # fmt: skip
 def test_few_tokens_and_many_tiles(target, shape, gate):
     """Heads of a group in one row tile, and clusters that divide its inter range."""
     dtype = target.dtypes[-1] if target.device == "cuda" else torch.float32
@@ -146,16 +126,11 @@ def test_needs_skip_results_and_keep_the_others(target, needs, heads, kv_heads):
                 assert actual.numel() == 0
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (1000, 2, 64, 3, 80, 2),
-        (1000, 8, 128, 3, 192, 2),
-        pytest.param((3000, 5, 128, 7, 80, 5), marks=pytest.mark.gpu, id="two kernels"),
-        pytest.param((2500, 40, 128, 2, 192, 40), marks=pytest.mark.gpu, id="ordered sums"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", [
+    (1000, 2, 64, 3, 80, 2), (1000, 8, 128, 3, 192, 2),
+    pytest.param((3000, 5, 128, 7, 80, 5), marks=pytest.mark.gpu, id="two kernels"),
+    pytest.param((2500, 40, 128, 2, 192, 40), marks=pytest.mark.gpu, id="ordered sums"),
+], ids=str)  # fmt: skip
 def test_forward_is_bitwise_repeatable_and_backward_where_asked(target, shape):
     p = problem(*shape[:-1], target.dtype, target.device, num_kv_heads=shape[-1])
 
@@ -205,14 +180,11 @@ def check_heads(name, p, gradients):
             assert error <= allowed, f"{name}: {output} of head {head}: {error:.3e} exceeds {allowed:.3e}"
 
 
-@pytest.mark.parametrize(
-    ("deterministic", "shape"),
-    [
-        pytest.param(False, ((3, 16400), 17, 64, 14, 320), id="fused"),
-        pytest.param(True, ((4, 32000), 11, 64, 22, 192), id="pair"),
-        pytest.param(True, ((2, 32760), 40, 128, 3, 64), id="in_turns"),
-    ],
-)
+@pytest.mark.parametrize(("deterministic", "shape"), [
+    pytest.param(False, ((3, 16400), 17, 64, 14, 320), id="fused"),
+    pytest.param(True, ((4, 32000), 11, 64, 22, 192), id="pair"),
+    pytest.param(True, ((2, 32760), 40, 128, 3, 64), id="in_turns"),
+])  # fmt: skip
 def test_hopper_backward_in_groups_of_heads(needs_hopper, deterministic, shape):
     """Enough work that the planner takes the heads in two groups: of eight and nine, of five and six, of twenty."""
     target = Target("hopper", "cuda")

@@ -35,12 +35,9 @@ def entry(tensors, dims, i):
 # Every subset of batched inputs, at the first and at the last dimension
 SUBSETS = [s for s in itertools.product((None, 0), repeat=5) if any(d is not None for d in s)]
 ELSEWHERE = [
-    (1, None, None, None, None),
-    (2, None, None, None, 1),
-    (None, 1, 2, 3, None),
-    (4, 4, 4, 4, 4),
+    (1, None, None, None, None), (2, None, None, None, 1), (None, 1, 2, 3, None), (4, 4, 4, 4, 4),
     (-1, None, None, None, -1),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
@@ -106,8 +103,6 @@ def test_ensembles_and_per_sample_gradients(name, backend):
 
 
 # backend="reference": the definition in plain differentiable operations
-
-
 @pytest.mark.parametrize(("name", "gate"), [("forward", None), *((name, "same") for name in RESULTS)])
 def test_every_derivative(name, gate):
     operator = flashmhf.flash_mhf if name == "forward" else getattr(ops, name)

@@ -25,14 +25,10 @@ def test_the_consumer_uses_every_public_name_and_runs():
     runpy.run_path(str(CONSUMER))
 
 
-@pytest.mark.parametrize(
-    ("source", "errors"),
-    [
-        (CONSUMER.read_text(), 0),
-        ("from flashmhf import FlashMHF\nffn = FlashMHF(128, 2, '3', device=1.5)\nname: str = ffn.k\n", 3),
-    ],
-    ids=["right", "wrong"],
-)
+@pytest.mark.parametrize(("source", "errors"), [
+    (CONSUMER.read_text(), 0),
+    ("from flashmhf import FlashMHF\nffn = FlashMHF(128, 2, '3', device=1.5)\nname: str = ffn.k\n", 3),
+], ids=["right", "wrong"])  # fmt: skip
 def test_strict_mode_accepts_a_consumer_and_refuses_wrong_use(tmp_path, source, errors):
     paths = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     pyright = shutil.which("basedpyright", path=paths) or shutil.which("pyright", path=paths)

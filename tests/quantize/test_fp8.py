@@ -346,8 +346,6 @@ def test_refusals():
 
 
 # The network as one operator
-
-
 def network(device="cpu", dtype=torch.bfloat16, d_model=256, heads=2, **options) -> flashmhf.FlashMHF:
     torch.manual_seed(1)
     module = flashmhf.FlashMHF(d_model, heads, 3, 80, device=device, dtype=dtype, **options).eval()

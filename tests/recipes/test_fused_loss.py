@@ -33,12 +33,10 @@ def ours(name: str, **settings) -> PreTrainedModel:
 
 
 MODELS = {
-    "FlashMHF": lambda: ours("flashmhf-tiny"),
-    "SwiGLU": lambda: ours("swiglu-tiny"),
-    "tied": lambda: ours("flashmhf-tiny", tie_word_embeddings=True),
-    "Llama": lambda: llama(False),
+    "FlashMHF": lambda: ours("flashmhf-tiny"), "SwiGLU": lambda: ours("swiglu-tiny"),
+    "tied": lambda: ours("flashmhf-tiny", tie_word_embeddings=True), "Llama": lambda: llama(False),
     "swapped Llama": lambda: llama(True),
-}
+}  # fmt: skip
 
 
 @runs_kernels

@@ -144,16 +144,12 @@ def test_a_build_that_fails_is_an_error_and_keeps_the_library_that_was(build, st
     assert build.library.read_text(encoding="utf-8") == before
 
 
-@pytest.mark.parametrize(
-    ("group", "file", "limit"),
-    [
-        ("0::/docker/abc", "memory.max", "4294967296\n"),  # version 2; the container sees its own group at the top
-        ("0::/slice/job", "slice/memory.max", "4294967296\n"),  # the limit of the group above
-        ("4:memory:/docker/abc", "memory/memory.limit_in_bytes", "4294967296\n"),  # version 1
-        ("0::/", "memory.max", "max\n"),
-        ("3:cpu:/", "memory.max", "1\n"),
-    ],
-)
+@pytest.mark.parametrize(("group", "file", "limit"), [
+    ("0::/docker/abc", "memory.max", "4294967296\n"),  # version 2; the container sees its own group at the top
+    ("0::/slice/job", "slice/memory.max", "4294967296\n"),  # the limit of the group above
+    ("4:memory:/docker/abc", "memory/memory.limit_in_bytes", "4294967296\n"),  # version 1
+    ("0::/", "memory.max", "max\n"), ("3:cpu:/", "memory.max", "1\n"),
+])  # fmt: skip
 def test_the_memory_of_a_control_group_bounds_the_compilers(toolchain, tmp_path, group, file, limit):
     for path, text in (("proc/self/cgroup", f"1:name=systemd:/\n{group}\n"), (f"sys/fs/cgroup/{file}", limit)):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -177,16 +173,10 @@ def test_the_place_of_nvcc_and_the_version_of_a_wheel(toolchain, monkeypatch, tm
     assert toolchain.nvcc() == nvcc and toolchain.release_label() == label and toolchain.no_cuda_reason() is None
 
 
-@pytest.mark.parametrize(
-    ("installed", "named", "taken"),
-    [
-        ("", None, ""),
-        ("ccache", None, "ccache"),
-        ("ccache sccache", None, "sccache"),
-        ("ccache sccache", "distcc", "distcc"),
-        ("ccache sccache", "", ""),
-    ],
-)
+@pytest.mark.parametrize(("installed", "named", "taken"), [
+    ("", None, ""), ("ccache", None, "ccache"), ("ccache sccache", None, "sccache"),
+    ("ccache sccache", "distcc", "distcc"), ("ccache sccache", "", ""),
+])  # fmt: skip
 def test_the_launcher_of_the_compilers(toolchain, monkeypatch, tmp_path, installed, named, taken):
     for name in installed.split():
         program(tmp_path / name, "true")
