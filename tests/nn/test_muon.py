@@ -4,6 +4,8 @@ import copy
 import itertools
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -103,7 +105,19 @@ def named(said: nn.Module | None, **parts: nn.Module | nn.Parameter) -> nn.Modul
     return model
 
 
+def deep(layers: int, make: Callable = holding, **parts: nn.Module) -> nn.Module:
+    """With a projection that has as many outputs as there are learned positions."""
+    parts = {"positions": nn.Embedding(96, 32), "head": nn.Linear(32, 1000), **parts}
+    return make(wte=nn.Embedding(1000, 32), qkv=nn.ModuleList(nn.Linear(32, 96) for _ in range(layers)), **parts)
+
+
+def of_bytes() -> nn.Module:
+    """As wide as its vocabulary: every square projection has as many outputs as the embedding has rows."""
+    return holding(wte=nn.Embedding(32, 32), inner=nn.Linear(32, 32), head=nn.Linear(32, 32))
+
+
 HEAD, MLP = nn.Linear(32, 10), {"c_fc": nn.Linear(32, 128), "c_proj": nn.Linear(128, 32)}
+LONG = nn.Linear(32, 1000)
 
 
 @pytest.mark.parametrize(("model", "unsure"), [
@@ -118,25 +132,36 @@ HEAD, MLP = nn.Linear(32, 10), {"c_fc": nn.Linear(32, 128), "c_proj": nn.Linear(
     (lambda: holding(lm=named(HEAD, head=HEAD), classifier=nn.Linear(32, 5)), "classifier"),
     (lambda: holding(wte=nn.Embedding(128, 32), **MLP, head=nn.Linear(32, 128)), "c_fc, head"),
     (lambda: tied("wte", wte=nn.Embedding(500, 32), head=nn.Linear(32, 500), second=nn.Linear(32, 500)), "second"),
+    (lambda: nn.ModuleList([deep(1)]), ".*0.qkv.0.*"), (lambda: deep(1), ".*qkv.0.*"), (lambda: deep(2), ".*qkv.0.*"),
+    (of_bytes, ".*inner.* head"),
 ])  # fmt: skip
 def test_output_layers_and_embeddings_that_a_model_does_not_tell_are_asked_for(model, unsure):
     with pytest.raises(ValueError, match=f"outputs is None, and {unsure} may be an output layer or embedding"):
         matrices_of(model())
 
 
-@pytest.mark.parametrize(("model", "adamw"), [
-    (lambda: holding(positions=weight(1, 17, 32), token=weight(1, 1, 32), patches=nn.Conv2d(3, 32, 4, 4)), None),
-    (lambda: tied("wte", wte=nn.Embedding(128, 32), **MLP, head=nn.Linear(32, 128)), {"wte.weight"}),
-    (lambda: holding(inner=nn.Linear(32, 32), norm=nn.LayerNorm((32, 32))), {"norm.weight", "norm.bias"}),
-    (lambda: named(HEAD, head=HEAD, qkv=nn.Linear(32, 10), experts=weight(4, 8, 8)), {"head.weight"}),
-    (lambda: holding(wte=weight(500, 32), head=nn.Linear(32, 512)), {"wte", "head.weight"}),
+@pytest.mark.parametrize(("model", "outputs", "adamw"), [
+    (lambda: holding(positions=weight(1, 17, 32), token=weight(1, 1, 32), patches=nn.Conv2d(3, 32, 4, 4)), None,
+     {"positions", "token", "patches.weight"}),
+    (lambda: tied("wte", wte=nn.Embedding(128, 32), **MLP, head=nn.Linear(32, 128)), None, {"wte.weight"}),
+    (lambda: holding(inner=nn.Linear(32, 32), norm=nn.LayerNorm((32, 32))), None, {"norm.weight", "norm.bias"}),
+    (lambda: named(HEAD, head=HEAD, qkv=nn.Linear(32, 10), experts=weight(4, 8, 8)), None, {"head.weight"}),
+    (lambda: holding(wte=weight(500, 32), head=nn.Linear(32, 512)), ["wte", "head"], {"wte", "head.weight"}),
+    (of_bytes, ["head"], {"wte.weight", "head.weight"}),
+    *((lambda layers=layers, given=given: deep(layers, **given), outputs, {f"{name}.weight" for name in adamw.split()})
+      for layers in (1, 2) for given, outputs, adamw in (
+          ({"make": partial(named, LONG), "head": LONG}, None, "wte positions head"),
+          ({"make": partial(tied, "wte"), "positions": nn.Embedding(100, 32)}, None, "wte positions"),
+          ({}, ["head"], "wte positions head"), ({}, [], "wte positions"))),
 ])  # fmt: skip
-def test_matrices_that_are_adamws(model, adamw):
+def test_matrices_that_are_adamws(model, outputs, adamw):
+    """Whatever the model's depth is, and in a part of another."""
     model = model()
-    options = {"outputs": [model.wte, model.head]} if isinstance(getattr(model, "wte", None), nn.Parameter) else {}
-    found = {name for name, each in model.named_parameters() if each.dim() > 1} - matrices_of(model, **options)
-    adamw = {"positions", "token", "patches.weight"} if adamw is None else adamw
+    outputs = outputs if outputs is None else [getattr(model, name) for name in outputs]
+    found = {name for name, each in model.named_parameters() if each.dim() > 1} - matrices_of(model, outputs=outputs)
     assert found == adamw
+    inside = matrices_of(nn.ModuleList([model]), outputs=outputs)
+    assert inside == {f"0.{name}" for name in matrices_of(model, outputs=outputs)}
 
 
 def test_vision_transformers_of_timm_say_what_their_head_is():
@@ -156,52 +181,6 @@ def test_what_makes_up_an_embedding_or_an_output_layer_is_adamws(change):
     else:
         change(model.embedding), change(model.head)
     assert matrices_of(model) <= {f"ffn.{name}" for name, _ in model.ffn.named_parameters()}
-
-
-def test_a_model_as_wide_as_its_vocabulary_says_what_its_output_layer_is():
-    """Models of bytes: every square projection has as many outputs as the embedding has rows."""
-    model = nn.Sequential(nn.Embedding(64, 64), flashmhf.FlashMHF(64, 2, 2, 16), nn.Linear(64, 64), nn.Linear(64, 64))
-    with pytest.raises(ValueError, match="outputs is None, .* 2, 3 may be an output layer"):
-        matrices_of(model)
-    expected = {name for name, _ in model.named_parameters() if name.startswith("1.")} | {"2.weight"}
-    assert matrices_of(model, outputs=[model[3]]) == expected
-
-
-class OneLayer(nn.Module):
-    """A network whose projection has as many outputs as there are learned positions."""
-
-    def __init__(self, layers: int):
-        super().__init__()
-        self.embedding, self.positions = nn.Embedding(1000, 64), nn.Embedding(192, 64)
-        self.qkv = nn.ModuleList(nn.Linear(64, 192) for _ in range(layers))
-        self.head = nn.Linear(64, 1000, bias=False)
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_models_depth_does_not_decide_what_an_output_layer_is(layers, inside):
-    def matrices(model, **options):
-        found = matrices_of(nn.ModuleList([model]) if inside else model, **options)
-        return {name.removeprefix("0.") for name in found}
-
-    expected = {f"qkv.{i}.weight" for i in range(layers)}
-    model, named = OneLayer(layers), OneLayer(layers)
-    named.get_output_embeddings = lambda: named.head
-    assert matrices(named) == expected
-    with pytest.raises(ValueError, match=r"qkv.0.* may be an output layer"):
-        matrices(model)
-    assert matrices(model, outputs=[model.head]) == expected
-    assert matrices(model, outputs=[]) == expected | {"head.weight"}
-    model.head.weight = model.embedding.weight
-    model.positions = nn.Embedding(100, 64)
-    assert matrices(model) == expected
-    for wrong, message in ((["head"], "torch.nn.Modules, got str"), (model.head, "a list of .* got Linear")):
-        with pytest.raises(TypeError, match=f"outputs must be {message}"):
-            matrices(model, outputs=wrong)
-    with pytest.raises(ValueError, match="outputs has weights that model has not; supported: parts of model"):
-        matrices(model, outputs=[copy.deepcopy(model.head)])
-    with pytest.raises(TypeError, match="muon must be a bool, got str"):
-        flashmhf.param_groups(model, 1.0, 0.1, muon="no")
 
 
 def from_state_dict(pair: tuple[nn.Module, flashmhf.Muon]) -> tuple[nn.Module, flashmhf.Muon]:
@@ -371,6 +350,15 @@ def test_what_cannot_be_stepped_is_refused_before_any_group_is(order):
 
 
 def test_refusals():
+    model = make_model()
+    for error, message, settings in (
+        (TypeError, "outputs must be torch.nn.Modules, got str", {"outputs": ["head"]}),
+        (TypeError, "outputs must be a list of .* got Linear", {"outputs": model.head}),
+        (ValueError, "outputs has weights that model has not; supported: pa", {"outputs": [copy.deepcopy(model.head)]}),
+        (TypeError, "muon must be a bool, got str", {"muon": "no"}),
+    ):
+        with pytest.raises(error, match=message):
+            flashmhf.param_groups(model, 1.0, 0.1, **{"muon": True} | settings)
     with pytest.raises(ValueError, match=r"muon=True holds a parameter of shape \[4\]"):
         flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4))], "muon": True}])
     with pytest.raises(
