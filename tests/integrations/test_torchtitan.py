@@ -3,18 +3,20 @@ checkpoints."""
 
 import dataclasses
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from processes import run_python
+from processes import ROOT, run_python
 
 pytest.importorskip("torchtitan", reason='torchtitan is not installed: pip install "flashmhf[titan]" (Python 3.11)')
 
 from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import ConfigManager
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.llama3 import config_registry, llama3_configs
+from torchtitan.models.llama3 import config_registry, llama3_configs, model_registry
 
 import flashmhf
 from flashmhf.integrations.torchtitan import feed_forward, param_groups
@@ -90,6 +92,21 @@ def test_projections_have_a_rate_of_their_own():
             param_groups(OptimizersContainer.Config(param_groups=[group]))
     with pytest.raises(ValueError, match="projection_rate is 0; it must be above 0"):
         param_groups(trainer.optimizer, projection_rate=0)
+
+
+def test_the_recipe_of_the_page_has_the_parameters_of_the_stock_model(tmp_path, monkeypatch):
+    page = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
+    (tmp_path / "recipes.py").write_text(re.search(r"```python\n(# needs torchtitan\n.*?)```", page, re.DOTALL)[1])
+    command = re.search(r"```sh\n(torchrun [^`]* torchtitan.train .*?)```", page, re.DOTALL)[1]
+    _, arguments = command.replace("\\\n", " ").split("torchtitan.train")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    trainer = ConfigManager().parse_args(shlex.split(arguments))
+    apply_overrides(trainer.override, trainer)
+    with torch.device("meta"):
+        model, stock = trainer.model_spec.model.build(), model_registry("8B").model.build()
+    assert len(model.layers) == model.layers["0"].feed_forward.config.num_layers == 27
+    sizes = [sum(parameter.numel() for parameter in each.layers.parameters()) for each in (model, stock)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
 
 
 def test_heads_that_the_ranks_do_not_divide():
