@@ -1,47 +1,16 @@
-"""Registers and spills of the built kernels, as ptxas reported them, against the budgets of csrc/*/policy.h."""
+"""Registers and spills of the built kernels, as ptxas reported them, against the budgets of csrc/*/policy.h. How its
+log is read is in tests/repository/test_build.py."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
-from processes import script
 
 import flashmhf
 
 INSTALLED = Path(flashmhf.__file__).parent / "kernel_resources.json"
 HEAD_DIMS = (64, 96, 128, 256)
-
-LOG = """\
-ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function '_Zone' for 'sm_90a'
-ptxas info    : Function properties for _Zone
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 168 registers, used 16 barriers
-ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to...
-ptxas info    : Compiling entry function '_Ztwo' for 'sm_90a'
-ptxas info    : Function properties for _Ztwo
-    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
-ptxas info    : Used 64 registers, used 1 barriers, 9216 bytes smem
-"""
-
-
-def test_the_log_of_ptxas_is_read(tmp_path):
-    parser = script("build_backend/kernel_resources.py")
-    kernels, remarks = parser.parse(LOG)
-    assert kernels == {
-        "_Zone": {"stack": 0, "spill_stores": 0, "spill_loads": 0, "registers": 168, "shared_memory": 0},
-        "_Ztwo": {"stack": 16, "spill_stores": 8, "spill_loads": 12, "registers": 64, "shared_memory": 9216},
-    }
-    assert len(remarks) == 1 and "C7510" in remarks[0]
-    with pytest.raises(RuntimeError, match="no ptxas log"):
-        parser.collect(tmp_path)
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "a.cu.o.log").write_text(LOG)
-    assert parser.collect(tmp_path)["kernels"] == kernels
-    (tmp_path / "deep" / "b.cu.o.log").write_text(LOG.replace("_Zone", "_Zthree"))
-    (tmp_path / "build.ninja").write_text("build deep/b.cu.o: CUDA_COMPILER deep/b.cu\n")  # a is no longer built
-    assert sorted(parser.collect(tmp_path)["kernels"]) == ["_Zthree", "_Ztwo"]
 
 
 @pytest.fixture(scope="module")

@@ -95,19 +95,19 @@ def test_reports_are_read():
     read = access("Read", "inter_scores.cuh", "shared.r[ring.slot][row]")
     other = access("Read", "inter_weight_grads.cuh", "add_product(dv,")
     form = "========= Error: Race reported between {}\n=========     and {} [128 hazards]\n=========\n"
-    assert unknown_races(form.format(write, read)) == []
-    unknown = unknown_races(form.format(write, other) + form.format(write, read))
-    assert unknown == ["load_gates and accumulate_weight_grads"]
     without_line = write[: write.index(" in ")]
-    assert unknown_races(form.format(read, without_line)) == []
-    assert unknown_races(form.format(other, without_line)) == ["accumulate_weight_grads and an access without a line"]
-    assert unknown_races(form.format(without_line, without_line)) == []
-    for text, there in (("+0x2a10", "+0x2a20"), ("backward_inter", "backward_token")):
+    assert unknown_races(form.format(write, other) + form.format(write, read)) == [
+        "load_gates and accumulate_weight_grads"
+    ]
+    for pair, unknown in (
+        ((write, read), []), ((read, without_line), []), ((without_line, without_line), []),
+        ((other, without_line), ["accumulate_weight_grads and an access without a line"]),
+    ):  # fmt: skip
+        assert unknown_races(form.format(*pair)) == unknown
+    elsewhere, token = without_line.replace("+0x2a10", "+0x2a20"), without_line.replace("_inter", "_token")
+    for pair in ((elsewhere, without_line), (token, without_line), (token, token)):
         with pytest.raises(AssertionError, match="neither access has a line"):
-            unknown_races(form.format(without_line.replace(text, there), without_line))
-    token = without_line.replace("backward_inter", "backward_token")
-    with pytest.raises(AssertionError, match="neither access has a line"):
-        unknown_races(form.format(token, token))
+            unknown_races(form.format(*pair))
     with pytest.raises(AssertionError, match="another form"):
         unknown_races("========= Error: Race reported between something else\n")
 

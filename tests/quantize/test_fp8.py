@@ -213,12 +213,6 @@ def test_a_network_that_torch_compile_has_wrapped_is_refused():
     assert isinstance(model[0]._orig_mod, flashmhf.FlashMHF)
 
 
-def test_attributes_are_kept():
-    network = flashmhf.FlashMHF(128, 2, 3, 32)
-    network.layer_idx = 3
-    assert quantize.to_fp8(network).layer_idx == 3
-
-
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_hook_may_upgrade_an_older_state(assign):
     served, other = (quantize.to_fp8(flashmhf.FlashMHF(128, 2, 3, 32)) for _ in range(2))
@@ -252,15 +246,16 @@ def test_states_and_dtypes_of_modules():
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
 
 
-def test_settings_stay():
+def test_settings_and_attributes_stay():
     for settings in (
         {"backend": "eager", "deterministic": True, "router_eps": 0.5},
         {"backend": "triton", "num_kv_heads": 1, "skip_linear": True},
     ):
         network = flashmhf.FlashMHF(128, 2, 3, 80, **settings)
+        network.layer_idx = 3
         served = quantize.to_fp8(network)
         for each in (served, copy.deepcopy(served), copy.deepcopy(network)):
-            for name in ("d_model", "num_heads", "head_dim", "num_kv_heads", "num_subnets", "subnet_dim", "activation"):
+            for name in "d_model num_heads head_dim num_kv_heads num_subnets subnet_dim activation layer_idx".split():
                 assert getattr(each, name) == getattr(network, name), name
             assert {name: getattr(each, name) for name in settings} == settings
 

@@ -1,6 +1,7 @@
 """The build of the CUDA library: how it finds its tools, and that it yields a library or fails. The tools are stubs.
 That of CMake does what matters here: it remembers the ninja of the first call, as CMake does."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -25,7 +26,9 @@ CMAKE = r"""
 case "$1" in
 --version) echo "cmake version 3.30.1"; exit;;
 --build) cd "$2"; test -f broken && { cat broken; exit 1; }
-    mkdir -p objects; cp ptxas.log objects/kernel.cu.o.log; echo $(cat builds) library > libflashmhf_hopper.so; exit;;
+    mkdir -p objects; cp ptxas.log objects/kernel.cu.o.log; echo $(cat builds) library > libflashmhf_hopper.so
+    sed s/_Zone/_Zgone/ ptxas.log > objects/gone.cu.o.log  # which the rules no longer build
+    echo "build objects/kernel.cu.o: CUDA" > build.ninja; exit;;
 esac
 for argument; do case "$argument" in -DCMAKE_MAKE_PROGRAM=*) ninja="${argument#*=}";; esac; done
 while [ "$1" != -B ]; do shift; done
@@ -34,11 +37,22 @@ cached=$(cat CMakeCache.txt 2>/dev/null || command -v ninja); ninja="${ninja:-$c
 "$ninja" --version || { echo "CMake Error: Running '$ninja' '--version' failed"; exit 1; }
 echo "$ninja" > CMakeCache.txt; echo build >> builds; cp "$PTXAS_LOG" ptxas.log; cp "$BROKEN" broken 2>/dev/null; true
 """
-PTXAS_LOG = """ptxas info    : Compiling entry function 'kernel' for 'sm_90a'
-ptxas info    : Function properties for kernel
+PTXAS_LOG = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Zone' for 'sm_90a'
+ptxas info    : Function properties for _Zone
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 168 registers, used 1 barriers
+ptxas info    : Used 168 registers, used 16 barriers
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to...
+ptxas info    : Compiling entry function '_Ztwo' for 'sm_90a'
+ptxas info    : Function properties for _Ztwo
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 64 registers, used 1 barriers, 9216 bytes smem
 """
+RESOURCES = {
+    "_Zone": {"stack": 0, "spill_stores": 0, "spill_loads": 0, "registers": 168, "shared_memory": 0},
+    "_Ztwo": {"stack": 16, "spill_stores": 8, "spill_loads": 12, "registers": 64, "shared_memory": 9216},
+}
 
 
 def program(path: Path, script: str) -> Path:
@@ -88,6 +102,8 @@ def test_a_second_installation_has_the_library_too(build):
         ends_well(build())
         assert build.library.read_text(encoding="utf-8")
         build.library.unlink()
+    said = json.loads(build.library.with_name("kernel_resources.json").read_text(encoding="utf-8"))
+    assert said["kernels"] == RESOURCES and ["C7510" in remark for remark in said["remarks"]] == [True]
     (build.tree / "build/lib/flashmhf/gone.py").touch()  # of an older version
     ends_well(build(FLASHMHF_SKIP_CUDA_BUILD="1"))
     assert not build.library.exists() and not (build.tree / "build/lib/flashmhf/gone.py").exists()
