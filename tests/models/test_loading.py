@@ -121,23 +121,29 @@ def test_refuses_other_types(saved, tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["k", "router", "q_norm.weight", "in_proj.weight", "out_proj.weight"])
-def test_from_pretrained_draws_what_the_checkpoint_lacks_as_documented(missing, tmp_path):
-    """It reports the weight; what the checkpoint has stays."""
+@pytest.mark.parametrize("swapped", [False, True])
+def test_from_pretrained_draws_what_the_checkpoint_lacks_as_documented(missing, swapped, tmp_path):
+    """It reports the weight, and one of another size; what the checkpoint has stays."""
     sizes = dict(vocab_size=64, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.01)
     settings = dict(intermediate_size=96, ffn_num_heads=2, ffn_num_subnets=2, ffn_q_norm=True)
-    model = FlashMHFForCausalLM(FlashMHFConfig(**sizes, **settings))
+    model = foreign(initializer_range=0.01) if swapped else FlashMHFForCausalLM(FlashMHFConfig(**sizes, **settings))
+    if swapped:
+        flashmhf.replace_ffn(model, num_heads=2, num_subnets=2, subnet_dim=48, q_norm=True)
     model.save_pretrained(tmp_path)
-    altered(tmp_path, without=f"0.mlp.{missing}")
+    drawn, other = (f"model.layers.{name}" for name in (f"0.mlp.{missing}", "1.mlp.u"))
+    altered(tmp_path, without=drawn, **{other: torch.zeros(3)})
     for _ in range(20):  # memory that a process has used before
         torch.full((2, 2, 48, 64), 1e30)
-    again, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    name = f"model.layers.0.mlp.{missing}"
-    assert report["missing_keys"] == {name}
-    drawn, other = again.get_parameter(name), model.get_parameter(name)
-    torch.testing.assert_close(drawn.std(), other.std(), rtol=0.1, atol=1e-9)
-    torch.testing.assert_close(drawn.mean(), other.mean(), rtol=0, atol=0.2 * other.std().item() + 1e-9)
-    for name, value in load_file(tmp_path / "model.safetensors").items():
-        assert torch.equal(again.state_dict()[name], value), name
+    given = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    again, report = AutoModelForCausalLM.from_pretrained(tmp_path, **given)
+    assert report["missing_keys"] == {drawn} and [each[0] for each in report["mismatched_keys"]] == [other]
+    for name, expected in model.state_dict().items():
+        found = again.state_dict()[name]
+        if name not in (drawn, other):
+            assert torch.equal(found, expected), name
+            continue
+        torch.testing.assert_close(found.std(), expected.std(), rtol=0.2, atol=1e-9)
+        torch.testing.assert_close(found.mean(), expected.mean(), rtol=0, atol=0.2 * expected.std().item() + 1e-9)
 
 
 def test_a_directory_of_an_older_version(saved, tmp_path):
