@@ -231,13 +231,6 @@ def test_router(tokens, subnets):
 MATRIX_INSTRUCTION = {90: "wgmma.mma_async", 100: "tcgen05.mma"}  # else mma.sync
 TARGETS = (80, 86, 89, 90, 100, 120)
 BITS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 16}
-EVERY_ROW = [
-    (capability, kernel, d_h, dtype)
-    for capability in TARGETS
-    for kernel in configs.KERNELS
-    for d_h in back_end.HEAD_DIMS
-    for dtype in (torch.bfloat16, torch.float32)
-]
 SOME = [  # of each GPU and kernel, of other head widths
     (capability, kernel, (128, 64, 96)[(i + j) % 3], torch.bfloat16)
     for i, capability in enumerate(TARGETS)
@@ -264,19 +257,11 @@ def plan_and_types(kernel, d_h, dtype):
         plan = launch.plan(kernel, q, k, r, where, "silu", dtype, aot.DEVICE, None, q)
         types = {"grad_out": dtype, **of_weights, "r": torch.float32, "dq": dtype, "dr": torch.float32}
     else:
-        config = launch.block_shape(kernel, q, k, aot.DEVICE, None)
-        by_maps = config.paired and maps and d_h == launch.width(d_h, config)
-        plan = launch.plan(kernel, q, k, r, where, "silu", dtype, aot.DEVICE, config, q, by_maps)
+        plan = launch.plan(kernel, q, k, r, where, "silu", dtype, aot.DEVICE, None, q)
         types = {"grad_out": dtype, **of_weights, "r": torch.float32}
         types |= {name: dtype for name in ("d_first", "d_second", "dv")}
-        if by_maps:
-            types |= {name: f"tensordesc<{aot.NAMES[dtype]}[{config.tokens},{d_h}]>" for name in ("q", "grad_out")}
-    if plan.arguments["DESCRIPTORS"]:
-        box = f"{plan.config.inter},{plan.arguments['BD']}"
-        types |= {
-            "first": f"tensordesc<{aot.NAMES[dtype]}[1,2,{box}]>",
-            "v": f"tensordesc<{aot.NAMES[dtype]}[1,{box}]>",
-        }
+    for place, box in plan.boxes.items():
+        types[plan.kernel.arg_names[place]] = f"tensordesc<{aot.NAMES[dtype]}{box.block}>".replace(" ", "")
     return plan, types
 
 
@@ -286,7 +271,8 @@ def check_row(capability, kernel, d_h, dtype, monkeypatch):
     plan, types = plan_and_types(kernel, d_h, dtype)
     compiled = aot.compile_plan(plan, types, capability)
     assert compiled.shared <= aot.SHARED_KB[capability] << 10
-    assert compiled.stack <= SPILLED
+    if configs.row_of(divmod(capability, 10)) in configs.HOW_CHOSEN:  # where nobody timed what spilling costs
+        assert compiled.stack <= SPILLED
     if BITS[dtype] == 16:
         instruction = MATRIX_INSTRUCTION.get(capability, "mma.sync") if plan.config.paired else "mma.sync"
         assert instruction in compiled.ptx
@@ -303,13 +289,14 @@ def test_block_shapes_compile(capability, kernel, d_h, dtype, monkeypatch):
 
 @pytest.mark.gpu  # it needs none, but minutes; the rows above run everywhere
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel does not compile")
+@pytest.mark.parametrize("d_h", back_end.HEAD_DIMS)
 @pytest.mark.parametrize("capability", TARGETS)
-def test_all_block_shapes_compile(capability, monkeypatch):
-    for row in EVERY_ROW:
-        if row[0] == capability:
-            check_row(*row, monkeypatch)
+def test_all_block_shapes_compile(capability, d_h, monkeypatch):
+    for kernel in configs.KERNELS:
+        for dtype in (torch.bfloat16, torch.float32):
+            check_row(capability, kernel, d_h, dtype, monkeypatch)
 
 
 @pytest.mark.gpu

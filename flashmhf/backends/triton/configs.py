@@ -61,7 +61,8 @@ _ROWS = (
     ("wgmma", 32, (96,), _pair(64, 16, 8, 1), _pair(64, 16, 8, 1), _pair(32, 32, 8, 1)),
     ("wgmma", 32, (128,), _pair(64, 16, 8, 1), _pair(32, 16, 4, 1), _pair(32, 32, 8, 1)),
     ("wgmma", 32, (192, 256), _pair(32, 32, 8, 1), _pair(32, 32, 8, 1), _pair(64, 16, 8, 1)),
-    ("tcgen05", 16, (16, 32, 64), _pair(128, 64, 4, 2), _pair(128, 32, 4, 3), _pair(128, 64, 4, 2)),
+    ("tcgen05", 16, (16, 32), _pair(128, 64, 4, 2), _pair(128, 32, 4, 3), _pair(128, 64, 8, 2)),
+    ("tcgen05", 16, (64,), _pair(128, 64, 4, 2), _pair(128, 32, 4, 3), _pair(128, 64, 4, 2)),
     ("tcgen05", 16, (96, 128), _pair(128, 64, 8, 2), _pair(128, 64, 8, 2), _pair(64, 32, 4, 2)),
     ("tcgen05", 16, (192, 256), _pair(128, 32, 8, 2), _pair(128, 16, 8, 2), _pair(64, 16, 4, 2)),
     # Only shapes of which as many programs fit a multiprocessor of that GPU as fitted the one that timed them.
@@ -71,8 +72,8 @@ _ROWS = (
     ("163 KB", 16, (128,), Config(128, 32, 4, 3), Config(128, 64, 8, 3), Config(64, 32, 4, 2)),
     ("163 KB", 16, (192, 256), Config(64, 64, 8, 2), Config(64, 32, 4, 2), Config(64, 32, 8, 2)),
     ("163 KB", 32, (16, 32), Config(32, 16, 4, 1), Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
-    ("163 KB", 32, (64, 96, 128), Config(32, 16, 8, 1), Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
-    ("163 KB", 32, (192, 256), Config(32, 16, 8, 1), Config(16, 16, 4, 1), Config(16, 16, 8, 1)),
+    ("163 KB", 32, (64, 96, 128), _pair(32, 16, 8, 1), Config(32, 16, 8, 1), Config(32, 16, 8, 1)),
+    ("163 KB", 32, (192, 256), _pair(32, 16, 8, 1), Config(16, 16, 4, 1), Config(16, 16, 8, 1)),
     ("99 KB", 16, (64,), Config(128, 32, 4, 3), Config(128, 16, 4, 3), Config(32, 64, 4, 3)),
     ("99 KB", 16, (96,), Config(128, 16, 4, 2), Config(128, 32, 8, 2), Config(32, 64, 4, 2)),
     ("99 KB", 16, (128,), Config(128, 16, 4, 2), Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
@@ -83,7 +84,7 @@ _FEW = {
     ("163 KB", False): Config(64, 64, 4, 3, waves=1), ("163 KB", True): Config(64, 32, 4, 3, waves=1),
     ("99 KB", False): Config(64, 32, 4, 3, waves=1), ("99 KB", True): Config(64, 16, 4, 3, waves=1),
 }  # fmt: skip
-_LIKE = {"99 KB": "163 KB", "tcgen05": "wgmma"}  # takes that GPU's rows where it has none of its own
+_LIKE = {"99 KB": "163 KB", "tcgen05": "163 KB"}  # takes that GPU's rows where it has none of its own
 
 
 def _table() -> dict[tuple[str, int, int], dict[str, Config]]:

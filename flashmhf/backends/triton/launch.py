@@ -26,6 +26,7 @@ from . import kernels
 from .configs import TABLE, Config, row_of
 
 _LOCK = threading.RLock()
+_THREAD = threading.local()
 INTERPRETED = not isinstance(kernels.forward_kernel, triton.JITFunction)
 ALIGNMENT = 16  # bytes: of vector loads, and of base addresses and strides of a tensor map
 TMA_STRIDE_LIMIT = 1 << 40  # bytes
@@ -60,7 +61,10 @@ def launching(device: torch.device) -> Iterator[None]:
             yield
             return
         with torch.cuda.device(device):
-            driver.make_context_current(device.index)
+            ready = _THREAD.__dict__.setdefault("ready", set())  # devices whose context this thread has
+            if device.index not in ready:
+                driver.make_context_current(device.index)
+                ready.add(device.index)
             yield
 
 
@@ -80,25 +84,50 @@ def facts(x: Tensor | None) -> Facts | None:
     return None if x is None else Facts(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0)
 
 
+class Box(NamedTuple):
+    """What the TMA unit reads of a tensor, as blocks of ``block``."""
+
+    shape: list[int]
+    strides: list[int]
+    block: list[int]
+
+
 class Plan:
-    """A launch of ``kernel`` on ``device`` but for its tensors, which come first in the kernel's signature."""
+    """A launch of ``kernel`` on ``device`` but for its tensors, which come first in the kernel's signature. ``boxes``:
+    of the tensors, by their places, that the kernel reads by tensor maps.
+    """
 
     def __init__(self, kernel, device: torch.device, grid: tuple[int, int, int], config: Config, **arguments: Any):
         self.kernel, self.device, self.grid, self.config, self.arguments = kernel, device, grid, config, arguments
+        self.boxes: dict[int, Box] = {}
+        self.maps: dict[int, TensorDescriptor] = {}
         self.values: tuple[Any, ...] = ()
         self.compiled, self.launch = None, None
 
-    def start(self, *tensors: Tensor | TensorDescriptor | None) -> None:
+    def start(self, *tensors: Tensor | None) -> None:
         """Launch on the current stream. The first time Triton finds or compiles the kernel by all its arguments."""
+        if self.boxes:
+            tensors = self._as_maps(tensors)
         if self.launch is not None:
             self.launch(*tensors, *self.values)
-            return
-        tables = {name: x.with_table(self.device) for name, x in self.arguments.items() if isinstance(x, Rows)}
-        how = {"num_warps": self.config.warps, "num_stages": self.config.stages}
-        compiled = self.kernel[self.grid](*tensors, **(self.arguments | tables), **how)
-        if not INTERPRETED and not tables:
-            self.values = tuple(self.arguments[name] for name in self.kernel.arg_names[len(tensors) :])
-            self.launch, self.compiled = compiled[self.grid], compiled
+        else:
+            tables = {name: x.with_table(self.device) for name, x in self.arguments.items() if isinstance(x, Rows)}
+            how = {"num_warps": self.config.warps, "num_stages": self.config.stages}
+            compiled = self.kernel[self.grid](*tensors, **(self.arguments | tables), **how)
+            if not INTERPRETED and not tables:
+                self.values = tuple(self.arguments[name] for name in self.kernel.arg_names[len(tensors) :])
+                self.compiled, self.launch = compiled, compiled[self.grid]
+        for x in self.maps.values():
+            x.base = None  # no tensor lives on for them
+
+    def _as_maps(self, tensors: tuple[Tensor | None, ...]) -> list[Tensor | TensorDescriptor | None]:
+        found: list[Tensor | TensorDescriptor | None] = list(tensors)
+        for i, box in self.boxes.items():
+            if i not in self.maps:  # whose constructor checks what is known of this and all further tensors
+                self.maps[i] = TensorDescriptor(tensors[i], *box)
+            self.maps[i].base = tensors[i]
+            found[i] = self.maps[i]
+        return found
 
 
 class Rows(NamedTuple):
@@ -145,22 +174,20 @@ def addressing(**tensors: Facts | None) -> dict[str, Any]:
     return found
 
 
-def _token_map(x: Tensor, block: list[int]) -> TensorDescriptor | None:
+def _token_box(x: Facts, block: list[int]) -> Box | None:
     """Return x as [tokens, columns of all heads] for the TMA unit, the head an offset; None where it cannot be one."""
-    x_rows, (heads, width) = rows(facts(x)), x.shape[-2:]
+    x_rows, (heads, width) = rows(x), x.shape[-2:]
     _, _, inner, head, column = x_rows.strides
     columns = (heads - 1) * head + width
-    is_map = x_rows.layout == "rows" and column == 1 and head >= 0 and block[1] == width
-    if not is_map or columns >= TMA_SIZE_LIMIT or not _tma_strides(x, inner):
+    is_map = x.aligned and x_rows.layout == "rows" and column == 1 and head >= 0 and block[1] == width
+    if not is_map or columns >= TMA_SIZE_LIMIT or not _tma_stride(inner, x.dtype):
         return None
-    return TensorDescriptor(x, [token_count(x), columns], [inner, 1], block)
+    return Box([token_count(x), columns], [inner, 1], block)
 
 
-def _tma_strides(x: Tensor, *strides: int) -> bool:
-    size = x.element_size()
-    return x.data_ptr() % ALIGNMENT == 0 and all(
-        stride * size % ALIGNMENT == 0 and 0 < stride * size < TMA_STRIDE_LIMIT for stride in strides
-    )
+def _tma_stride(stride: int, dtype: torch.dtype) -> bool:
+    size = stride * dtype.itemsize
+    return size % ALIGNMENT == 0 and 0 < size < TMA_STRIDE_LIMIT
 
 
 def has_tma(device: torch.device) -> bool:
@@ -182,23 +209,17 @@ def place(k: Tensor, u: Tensor, v: Tensor) -> Place:
     # fp32 products are plain FMAs, for which ptxas spills beside tensor maps
     if k.element_size() != 2 or not has_tma(k.device):
         return Place(aligned)
-    distance, remainder = divmod(u.data_ptr() - k.data_ptr(), k.element_size())
-    if remainder or not _tma_strides(k, abs(distance)) or not _tma_strides(v):
-        return Place(aligned)
-    return Place(aligned, True, distance < 0)
+    distance = u.data_ptr() - k.data_ptr()
+    return Place(aligned, all(aligned) and 0 < abs(distance) < TMA_STRIDE_LIMIT, distance < 0)
 
 
-def _pair(plan: Plan, k: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor | TensorDescriptor, ...]:
-    """Return (first, second, v) of a kernel."""
+def _pair(plan: Plan, k: Tensor, u: Tensor, v: Tensor, at: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (first, second, v) of a kernel, which stand at the place ``at`` of its signature."""
     if not plan.arguments["DESCRIPTORS"]:
         return k, u, v
     low, high = (u, k) if plan.arguments["SWAPPED"] else (k, u)
-    heads, subnets, subnet_dim, head_dim = k.shape
-    distance = (high.data_ptr() - low.data_ptr()) // k.element_size()
-    shape, strides = [heads * subnets, 2, subnet_dim, head_dim], [subnet_dim * head_dim, distance, head_dim, 1]
-    block = [1, 2, plan.config.inter, plan.arguments["BD"]]
-    of_v = (x[:1] + x[2:] for x in (shape, strides, block))
-    return TensorDescriptor(low, shape, strides, block), high, TensorDescriptor(v, *of_v)
+    plan.boxes[at].strides[1] = (high.data_ptr() - low.data_ptr()) // k.element_size()
+    return low, high, v
 
 
 def shares(programs: int, device: torch.device, config: Config, most: int) -> int:
@@ -232,30 +253,40 @@ def width(head_dim: int, config: Config) -> int:
 @functools.lru_cache(PLANS)
 def plan(
     kernel: str, q: Facts, k: Facts, r: Facts | None, where: Place, activation: str, out: torch.dtype,
-    device: torch.device, config: Config | None, g: Facts | None = None, by_maps: bool = False,
+    device: torch.device, config: Config | None, g: Facts | None = None,
 ) -> Plan:  # fmt: skip
-    """Return a launch of one of the three kernels. ``by_maps``: weight_grads reads q and grad_out by tensor maps."""
+    """Return a launch of one of the three kernels."""
     tokens, heads, (kv_heads, subnets, subnet_dim, head_dim) = token_count(q), q.shape[-2], k.shape
     few = "_few" if kernel == "forward" and tokens <= FEW else ""
     config = block_shape(kernel + few, q, k, device, config)
     blocks, tiles = triton.cdiv(tokens, config.tokens), triton.cdiv(subnet_dim, config.inter)
     own = {"BEHIND": config.behind} if kernel == "forward" else addressing(g=g)
+    maps, columns, boxes = config.paired and where.maps, width(head_dim, config), {}
     if kernel == "weight_grads":
         programs = subnets * tiles, kv_heads
         share, splits = in_shares(tokens, math.prod(programs), device, config, most=max(1, tokens // MIN_SHARE))
-        own |= {"share_tokens": share, "TOKEN_DESCRIPTORS": by_maps}
+        of_tokens = [_token_box(x, [config.tokens, columns]) for x in (g, q)] if maps else [None]
+        own |= {"share_tokens": share, "TOKEN_DESCRIPTORS": None not in of_tokens}
+        if own["TOKEN_DESCRIPTORS"]:
+            boxes |= enumerate(of_tokens)
     else:
         programs = blocks, heads
         splits = shares(blocks * heads, device, config, most=subnets * tiles if kernel == "forward" else subnets)
         own["splits"] = splits
-    maps = config.paired and where.maps
-    return Plan(
+    if maps:
+        shape, strides = [kv_heads * subnets, 2, subnet_dim, head_dim], [subnet_dim * head_dim, 0, head_dim, 1]
+        block = [1, 2, config.inter, columns]
+        at = 1 if kernel == "forward" else 2
+        boxes |= {at: Box(shape, strides, block), at + 2: Box(*(x[:1] + x[2:] for x in (shape, strides, block)))}
+    planned = Plan(
         getattr(kernels, f"{kernel}_kernel"), device, (*programs, splits), config, T=tokens, H=heads, E=subnets,
-        d_e=subnet_dim, GROUP=heads // kv_heads, D=head_dim, BD=width(head_dim, config), BT=config.tokens,
+        d_e=subnet_dim, GROUP=heads // kv_heads, D=head_dim, BD=columns, BT=config.tokens,
         BI=config.inter, EVEN=subnet_dim % config.inter == 0, PAIRED=config.paired, DESCRIPTORS=maps,
         SWAPPED=maps and where.swapped, ACTIVATION=activation, RECIPROCAL=not INTERPRETED,
         BY_BLOCKS=q.dtype == torch.float32, **own, **addressing(q=q, r=r),
     )  # fmt: skip
+    planned.boxes = boxes
+    return planned
 
 
 def forward(
@@ -267,7 +298,7 @@ def forward(
         where = place(k, u, v)
         planned = plan("forward", facts(q), facts(k), facts(r), where, activation, q.dtype, q.device, config)
         out = shares_of(planned, q, q.dtype)
-        planned.start(q, *_pair(planned, k, u, v), r, out)
+        planned.start(q, *_pair(planned, k, u, v, 1), r, out)
         return total(out, planned, q.dtype)
 
 
@@ -314,7 +345,7 @@ def token_grads(
         planned = plan("token_grads", *like, where, activation, dq_dtype, q.device, config, grad)
         dr = None if r is None else torch.empty(r.shape, dtype=r.dtype, device=r.device)
         dq = shares_of(planned, q, dq_dtype)
-        planned.start(grad_out, q, *_pair(planned, k, u, v), r, dq, dr)
+        planned.start(grad_out, q, *_pair(planned, k, u, v, 2), r, dq, dr)
         return total(dq, planned, dq_dtype), q.new_empty(0) if dr is None else dr
 
 
@@ -324,19 +355,13 @@ def weight_grads(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dk, du, dv) in k's dtype."""
     with launching(q.device):
-        like, where, maps = (facts(q), facts(k), facts(r)), place(k, u, v), (None, None)
-        config = block_shape("weight_grads", *like[:2], q.device, config)
-        if config.paired and where.maps:
-            block = [config.tokens, triton.next_power_of_2(q.shape[-1])]
-            maps = _token_map(grad_out, block), _token_map(q, block)
-        by_maps = None not in maps
-        grad = facts(grad_out)
-        planned = plan("weight_grads", *like, where, activation, k.dtype, q.device, config, grad, by_maps)
+        like, where, grad = (facts(q), facts(k), facts(r)), place(k, u, v), facts(grad_out)
+        planned = plan("weight_grads", *like, where, activation, k.dtype, q.device, config, grad)
         splits = planned.grid[2]
         if splits > 1:
             dk, du, dv = parts = torch.empty((3, splits, *k.shape), dtype=torch.float32, device=k.device)
         else:
             dk, du, dv = torch.empty_like(k), torch.empty_like(k), torch.empty_like(k)
         pair = (du, dk) if planned.arguments["SWAPPED"] else (dk, du)
-        planned.start(*(maps if by_maps else (grad_out, q)), *_pair(planned, k, u, v), r, *pair, dv)
+        planned.start(grad_out, q, *_pair(planned, k, u, v, 2), r, *pair, dv)
         return (dk, du, dv) if splits == 1 else tuple(add_shares(parts, k.dtype))
