@@ -10,12 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashmhf.testing import Problem, poisoned_memory
 
-RESULTS = {  # of the operators that Problem has references of, by the same names
-    "forward": ("out",),
-    "backward": ("dq", "dk", "du", "dv", "dr"),
-    "gated_forward": ("out",),
+RESULTS = {
+    # of the operators that Problem has references of, by the same names
+    "forward": ("out",), "backward": ("dq", "dk", "du", "dv", "dr"), "gated_forward": ("out",),
     "gated_backward": ("dq", "dk", "du", "dv", "dw"),
-}
+}  # fmt: skip
 VIEWS = {  # of a tensor of tokens [..., H, d]: the same values, or some of them, in other strides
     "split of a projection": lambda x: torch.stack(
         [torch.full_like(x, torch.nan), x, torch.full_like(x, torch.nan)], -3
@@ -106,9 +105,8 @@ class Target:
     def dtypes(self) -> tuple[torch.dtype, ...]:
         return {
             "eager": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
-            "triton": (torch.float32, torch.bfloat16, torch.float16),
-            "hopper": (torch.bfloat16, torch.float16),
-        }[self.backend]
+            "triton": (torch.float32, torch.bfloat16, torch.float16), "hopper": (torch.bfloat16, torch.float16),
+        }[self.backend]  # fmt: skip
 
     @property
     def dtype(self) -> torch.dtype:

@@ -205,13 +205,3 @@ def test_values_of_every_plan(direction, kind, call):
             )
         ]
     assert all(text in done.stdout for text in said), done.stdout
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 30, 64, 96, 128, 200, 384])
-@pytest.mark.parametrize(
-    "arguments", [("bias=1", "dtype=fp16"), ("weights_ready=1", "features=1024"), ("depth=192", "features=320")]
-)
-def test_project(tokens, arguments):
-    done = run("project", f"T={tokens}", "launches=2", "repeat=5", *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -67,16 +67,6 @@ def test_the_tables_of_the_readmes_are_those_of_the_policies():
     assert sum(was != text for was, text in roofline.pages(changed).values()) == 2
 
 
-def test_the_bounds_are_those_counted_by_hand():
-    """Of the fused backward, as its design was chosen by: 308 KB at d_h = 128, of which 96 are dQ's."""
-    policies, roofline = pytest.importorskip("flashmhf._plan").policies(), script("tools/roofline.py")
-    fused = {p["head_dim"]: roofline.inter(p) for p in policies if p.get("query")}
-    assert {d_h: line[1] for d_h, line in fused.items()} == {
-        64: "176 KB: **1,408**", 96: "240 KB: **1,920**", 128: "308 KB: **2,464**",
-    }  # fmt: skip
-    assert [line[0] for line in fused.values()] == ["1,024", "1,536", "2,048"]
-
-
 def test_python_offers_the_head_dimensions_of_each_direction():
     text = (ROOT / "csrc/common/head_dims.h").read_text("utf-8")
     lists = re.findall(r"^using (\w+) = HeadDims<(.+)>;$", text, re.M)

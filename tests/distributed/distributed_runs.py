@@ -39,12 +39,11 @@ from flashmhf.quantize import to_fp8  # noqa: E402
 from flashmhf.testing import Problem, capturing, problem  # noqa: E402
 
 DEVICE = "cpu"  # or "cuda", in the processes of a case
-WAYS = {  # what is sharded: placements of tokens, weights and gradients of weights
-    "heads": (Shard(2), Shard(0), Shard(0)),
-    "tokens": (Shard(1), Replicate(), Partial()),
-    "rows": (Shard(0), Replicate(), Partial()),
-    "nothing": (Replicate(), Replicate(), Replicate()),
-}
+WAYS = {
+    # what is sharded: placements of tokens, weights and gradients of weights
+    "heads": (Shard(2), Shard(0), Shard(0)), "tokens": (Shard(1), Replicate(), Partial()),
+    "rows": (Shard(0), Replicate(), Partial()), "nothing": (Replicate(), Replicate(), Replicate()),
+}  # fmt: skip
 
 
 def mesh_of(*shape: int) -> DeviceMesh:

@@ -10,11 +10,8 @@ The models are tiny and have random weights. Some ten minutes on two cores.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import random
-import re
 import shutil
 import socket
 import subprocess
@@ -175,7 +172,7 @@ def test_refuses(case, models, tmp_path):
 
 
 def test_a_server_gives_concurrent_clients_what_generate_gives(models):
-    """In float32 on CPUs, the same after 200 requests most of whose clients left, and chats by the template."""
+    """In float32 on CPUs; and chats by the template."""
     prompts = PROMPTS * 3
     dtype = "bfloat16" if DEVICE == "cuda" else "float32"  # whose tokens are equal
     with socket.socket() as free:
@@ -195,19 +192,6 @@ def test_a_server_gives_concurrent_clients_what_generate_gives(models):
         answer = client.completions.create(model=NAME, prompt=ids, max_tokens=NEW, temperature=0, extra_body=extra)
         return answer.choices[0].token_ids
 
-    def leave(request: int) -> bool:
-        """Ask for many tokens, in a stream, and leave after some parts, before the first or at the end."""
-        parts = random.Random(request).choice([0, 0, 1, 2, 10, 50, 1000])
-        extra, ids = {"ignore_eos": True}, prompts[request % len(prompts)]
-        with client.completions.create(model=NAME, prompt=ids, max_tokens=200, stream=True, extra_body=extra) as stream:
-            return sum(1 for _ in itertools.islice(stream, parts)) < parts
-
-    def running() -> float:
-        metrics = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
-        return sum(
-            float(value) for value in re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (.+)$", metrics, re.M)
-        )
-
     try:
         while process.poll() is None:
             with suppress(OSError):
@@ -222,15 +206,6 @@ def test_a_server_gives_concurrent_clients_what_generate_gives(models):
                 settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
                 for ids, answer in zip(PROMPTS, answers, strict=False):
                     assert model.generate(torch.tensor([ids]), **settings)[0, len(ids) :].tolist() == answer
-            first = ask(PROMPTS[0])
-            ended = list(pool.map(leave, range(200)))
-            assert 0 < sum(ended) < 100  # some read to the end
-            limit = time.monotonic() + 60
-            while running() and time.monotonic() < limit:
-                time.sleep(0.2)
-            assert running() == 0 and ask(PROMPTS[0]) == first
-            if dtype == "float32":
-                assert list(pool.map(ask, prompts)) == answers
         message = [{"role": "user", "content": "def"}]
         chat = client.chat.completions.create(model=NAME, messages=message, max_tokens=8, temperature=0)
         assert chat.choices[0].message.content

@@ -71,24 +71,21 @@ BAD_GATE = {
     "r of integers": (edited("r", torch.Tensor.int), TypeError, "r has dtype int32"),
     "r of another E": (edited("r", lambda r: r[..., :2]), ValueError, "r has shape"),
     "r of another T": (edited("r", lambda r: r[:5]), ValueError, "r has shape"),
-    "r of another rank": (edited("r", lambda r: r[None]), ValueError, "r has shape"),
-    **elsewhere("r"),
-}
+    "r of another rank": (edited("r", lambda r: r[None]), ValueError, "r has shape"), **elsewhere("r"),
+}  # fmt: skip
 BAD_ROUTER = {
     "w of another dtype": (edited("w", torch.Tensor.double), TypeError, "w has dtype float64"),
     "w of rank 2": (edited("w", lambda w: w[0]), ValueError, "w has shape"),
     "w transposed": (edited("w", lambda w: w.mT), ValueError, "w has shape"),
     "w not contiguous": (edited("w", not_contiguous), ValueError, "w has strides"),
     **{f"eps {x}": (edited("eps", lambda _, x=x: x), ValueError, f"eps is {x}; {FROM_0}") for x in NO_EPS},
-    **elsewhere("w"),
-    **missing("w"),
-}
+    **elsewhere("w"), **missing("w"),
+}  # fmt: skip
 BAD_GRAD = {
     "grad_out of another dtype": (edited("grad_out", torch.Tensor.half), TypeError, "grad_out has dtype float16"),
     "grad_out of another shape": (edited("grad_out", lambda g: g[:5]), ValueError, "grad_out has shape"),
-    **elsewhere("grad_out"),
-    **missing("grad_out"),
-}
+    **elsewhere("grad_out"), **missing("grad_out"),
+}  # fmt: skip
 
 
 def call_of(name):

@@ -41,9 +41,8 @@ def test_modules(backend):
     x = torch.randn(T, d_model, requires_grad=True)
     linear = 2 * 2 * T * d_model**2  # in_proj and out_proj
     ffn, plain = (
-        flashmhf.FlashMHF(d_model, H, E, D_E, backend=backend),
-        flashmhf.MHFFN(d_model, H, D_E, backend=backend),
-    )
+        flashmhf.FlashMHF(d_model, H, E, D_E, backend=backend), flashmhf.MHFFN(d_model, H, D_E, backend=backend),
+    )  # fmt: skip
     forward = linear + 3 * PRODUCT + ROUTER
     assert count(lambda: ffn(x)) == forward
     # autograd's own backward of the definition saves what the operator computes again

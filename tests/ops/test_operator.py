@@ -151,10 +151,9 @@ def test_forward_is_bitwise_repeatable_and_backward_where_asked(target, shape):
 @given(data=st.data())
 def test_any_shape_stride_dtype_and_gate(target, data):
     head_dims = {
-        "eager": st.integers(1, 40),
-        "triton": st.sampled_from([16, 32, 64, 96]),
+        "eager": st.integers(1, 40), "triton": st.sampled_from([16, 32, 64, 96]),
         "hopper": st.sampled_from([64, 96, 128, 256]),
-    }
+    }  # fmt: skip
     subnet_dims = st.integers(1, 40) if target.backend == "eager" else st.integers(1, 9).map(lambda n: 16 * n)
     leading = data.draw(st.lists(st.integers(1, 40), min_size=0, max_size=3).map(tuple), label="leading")
     heads, subnets = data.draw(st.integers(1, 3), label="H"), data.draw(st.integers(1, 5), label="E")

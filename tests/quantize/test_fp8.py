@@ -51,10 +51,9 @@ def test_the_rule_rejects_wrong_kernels():
     wrong = {
         "a gate of the wrong sub-network": quantize.forward(q, packed, r.roll(1, -1)),
         "a lost sub-network": quantize.forward(q, packed, r * torch.tensor([1.0, 1.0, 0.0])),
-        "a biased sum": good * 0.97,
-        "a swapped column": good[..., permutation(64)],
+        "a biased sum": good * 0.97, "a swapped column": good[..., permutation(64)],
         "a token that nobody wrote": torch.cat([good[:-1], torch.full_like(good[:1], math.nan)]),
-    }
+    }  # fmt: skip
     for name, bad in wrong.items():
         with pytest.raises(AssertionError):
             assert_as_its_points(bad, q, k, u, v, r)

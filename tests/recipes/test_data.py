@@ -57,8 +57,7 @@ def test_every_record_is_a_document(name, tmp_path):
 
 
 BROKEN = {
-    "binary.txt": (b"\x7fELF\0\0", "binary file"),
-    "latin1.txt": (b"caf\xe9", "can't decode byte 0xe9"),
+    "binary.txt": (b"\x7fELF\0\0", "binary file"), "latin1.txt": (b"caf\xe9", "can't decode byte 0xe9"),
     "cut.txt": ("日".encode()[:2], "can't decode"),
     "bad.jsonl": (b'{"text": "good"}\n{"text": \n', "line 2 is not JSON"),
     "long.jsonl": (b'{"text": "x", "n": ' + b"1" * 5000 + b"}", "line 1 is not JSON"),
@@ -66,7 +65,7 @@ BROKEN = {
     "list.jsonl": (b'{"text": "x"}\n[]\n', "line 2 is not a JSON object"),
     "number.jsonl": (b'{"text": 3}\n', "'text' holds a value of type int; supported: text"),
     "bad.parquet": (b"PAR1 is not enough", "Parquet"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -206,12 +206,11 @@ print(json.dumps([seconds, sorted({name.partition(".")[0] for name in set(sys.mo
     assert seconds < SECONDS
 
 
-COMMANDS = {  # the command, and the extra that it needs
-    "info": None,
-    "train --output run --data text.txt": "lm",
-    "eval --model run --data text.txt": "lm",
+COMMANDS = {
+    # the command, and the extra that it needs
+    "info": None, "train --output run --data text.txt": "lm", "eval --model run --data text.txt": "lm",
     "generate --model run": "lm",
-}
+}  # fmt: skip
 
 
 def test_a_missing_extra_is_one_line(tmp_path):
