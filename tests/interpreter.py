@@ -14,7 +14,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # the interpreter's bf16 product is wrong, so the back end refuses it
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
-
 runs_kernels = (lambda test: test) if INTERPRETED else pytest.mark.gpu
 starts_interpreter = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests run here directly")
 

@@ -12,7 +12,6 @@ from flashmhf.models import FlashMHFForCausalLM
 from flashmhf.models.presets import preset
 
 SIZES = dict(vocab_size=64, hidden_size=128, intermediate_size=344, num_hidden_layers=2, num_attention_heads=4)
-
 _SETTINGS = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
     "max_position_embeddings initializer_range rms_norm_eps pad_token_id bos_token_id eos_token_id tie_word_embeddings"

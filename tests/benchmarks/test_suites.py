@@ -19,7 +19,6 @@ ON_CPU = ("flashmhf_eager", "swiglu", "swiglu_checkpointed", "mhffn_naive", "den
 SMALL = operator.Size(40, 2, 16, 3, 32)
 FAST = ["--device", "cpu", "--dtype", "float32", "--rounds", "2", "--window", "0.0001"]
 OPERATOR = ["--suite", "operator", "--parts", "forward", *FAST, "--shapes", "5,4,16,3,32", "--alone"]
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -8,7 +8,6 @@ import pytest
 
 plan = pytest.importorskip("flashmhf._plan")
 DEVICES = [*(clusters for clusters, _ in forward_plans.DEVICES.values()), (1, 0, 0, 0, 0, 0, 0, 0)]
-
 SHAPES = [
     # batch, length, heads, subnets, subnet_dim
     (1, 1, 1, 1, 16), (1, 64, 16, 22, 384), (1, 1537, 16, 22, 384), (1, 32256, 16, 22, 384), (8, 4096, 8, 7, 384),

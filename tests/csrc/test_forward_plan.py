@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 plan = pytest.importorskip("flashmhf._plan")
 f16, fp8 = plan.plan_forward, functools.partial(plan.plan_forward, fp8=True)
-
 SHAPES = [
     # batch, length, heads, head_dim, subnets, subnet_dim
     (1, 1, 1, 128, 1, 16), (1, 64, 16, 128, 22, 384), (1, 129, 2, 64, 22, 64), (1, 1536, 16, 128, 22, 384),

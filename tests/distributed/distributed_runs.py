@@ -467,7 +467,6 @@ def plans() -> None:
     for layer in parallelize(sharded, mesh).model.layers:
         layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
     equal(train(sharded, range(2)), train(whole, range(2)), rtol=1e-5, atol=1e-5)
-
     x = draw(2, 3, 32)
     swiglu, moe = flashmhf.SwiGLU(32, 64), flashmhf.DenseMoE(32, 2, 16)
     for whole in (swiglu, nn.Sequential(flashmhf.FlashMHF(32, 2, 2, 16), moe)):  # the mixture is replicated
@@ -477,14 +476,12 @@ def plans() -> None:
     tied = nn.Sequential(nn.Embedding(20, 32), flashmhf.FlashMHF(32, 2, 2, 16), nn.Linear(32, 20, bias=False))
     tied[2].weight = tied[0].weight  # two parameters would each take AdamW's step
     assert parallelize(tied, mesh)[2].weight is tied[0].weight
-
     # a module of several tensors, which returns several
     whole = TwoTensors()
     sharded, ids = parallelize(copy.deepcopy(whole), mesh), tokens(2, 2, 7) % 20
     for model in (whole, sharded):
         model(ids).square().mean().backward()
     agree(sharded, whole, rtol=1e-5, atol=1e-6)
-
     # Qwen3's q_norm and k_norm, which all heads share: their gradients are sums over every process's heads
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -537,7 +534,6 @@ def refusals() -> None:
 def transformers_plans(folder: str) -> None:
     """tp_plan="auto", which replicates the networks, and pp_size: logits, generation, gradients, as one process."""
     from transformers.distributed import DistributedConfig
-
     from flashmhf.models import FlashMHFForCausalLM
 
     ids = tokens(3, 2, 7)

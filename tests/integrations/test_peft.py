@@ -76,12 +76,10 @@ def test_lora_of_every_weight_is_stored_and_merged(tmp_path):
     after = model(x)
     after.square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in trainable.values())
-
     model.save_pretrained(tmp_path)
     again = copy.deepcopy(base)
     stack_weights(again.ffn)
     torch.testing.assert_close(peft.PeftModel.from_pretrained(again, tmp_path)(x), after)
-
     # PEFT leaves layers inside a module whose parameters it adapts: the second call takes these
     model.merge_and_unload()
     merged = model.merge_and_unload()

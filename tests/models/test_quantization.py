@@ -414,7 +414,6 @@ def test_the_trainer_and_adapters_take_a_reloaded_model(tmp_path):
         transformers.Trainer(model, arguments, train_dataset=data).train()
     assert not torch.equal(mlp(model).k, before)
     same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-1"), model)
-
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     adapters = dict(target_modules=["in_proj", "q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, **adapters))
@@ -425,7 +424,6 @@ def test_the_trainer_and_adapters_take_a_reloaded_model(tmp_path):
     merged = again.merge_and_unload().eval()
     torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-4, atol=1e-5)
     quantize.quantize_(reloaded(merged, tmp_path / "merged"))
-
     tiny().save_pretrained(tmp_path / "ours")  # as docs/lora.md says of adapters without a task
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False))

@@ -64,7 +64,6 @@ def test_aot_inductor_without_python(needs_hopper, tmp_path):
     built = subprocess.run([compiler, "-std=c++20", source, "-o", program, *options], capture_output=True, text=True)
     if built.returncode:
         pytest.skip(f"a program does not build against this PyTorch: {built.stderr[-2000:]}")
-
     module = flashmhf.FlashMHF(256, 2, 3, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(2, 20, 256, device="cuda", dtype=torch.bfloat16)
     torch._inductor.aoti_compile_and_package(torch.export.export(module, (x,)), package_path=package)

@@ -18,7 +18,6 @@ import flashmhf
 from flashmhf.testing import assert_accurate, capturing, problem
 
 THREADS, ROUNDS, BACKWARDS = 8, 20, ("backward", "gated_backward")
-
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 
 

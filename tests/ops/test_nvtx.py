@@ -32,7 +32,6 @@ int InitializeInjectionNvtx2(const void *(*export_table)(unsigned)) {
     return 1;
 }
 """
-
 PROGRAM = """
 import torch, flashmhf
 module = flashmhf.FlashMHF(128, 2, 2, 64, backend="hopper", device="cuda", dtype=torch.bfloat16)

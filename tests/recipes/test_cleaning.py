@@ -15,7 +15,6 @@ from flashmhf_recipes import checkpoints, cli, pretrained, tokenizer, training
 from flashmhf_recipes.errors import DataError, OptionError, TrainingError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
 SHORT = dict(steps=1, batch=2, save_every=1, report_to=[])
 
 

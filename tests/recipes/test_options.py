@@ -23,8 +23,6 @@ from flashmhf_recipes.arguments import parsed
 from flashmhf_recipes.options import Options, training_arguments
 
 NO_WANDB = pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
-
-
 # What a text stands for is no guess of a library in the middle of a run: "False" is true.
 UNFIT = {
     "eval_on_start": ("False", 1, None), "max_grad_norm": ("1.0", math.nan, None, True), "adam_beta1": ("0.9",),

@@ -79,7 +79,6 @@ def test_sdist_holds_every_tracked_file(tmp_path):
 
 
 LIMITS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}  # of manylinux_2_28
-
 SOURCES = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="the sources are not here")
 
 

@@ -19,10 +19,7 @@ TOP = ("flashmhf.models", "flashmhf.swap", "flashmhf", "flashmhf.integrations")
 FLOORS = (*CORE, *TOP, "flashmhf_recipes", "benchmarks")
 # what these alone import beside torch
 OPTIONAL = {"flashmhf.backends.triton": {"triton"}}
-
 pytestmark = pytest.mark.skipif(not (ROOT / "flashmhf").is_dir(), reason="the sources are not here")
-
-
 PATHS = [path for package in ("flashmhf", "flashmhf_recipes", "benchmarks") for path in (ROOT / package).rglob("*.py")]
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PATHS}
 
