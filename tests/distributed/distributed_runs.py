@@ -534,6 +534,7 @@ def refusals() -> None:
 def transformers_plans(folder: str) -> None:
     """tp_plan="auto", which replicates the networks, and pp_size: logits, generation, gradients, as one process."""
     from transformers.distributed import DistributedConfig
+
     from flashmhf.models import FlashMHFForCausalLM
 
     ids = tokens(3, 2, 7)
