@@ -19,6 +19,7 @@ from .tables.layers import Layers
 ROOT = Path(__file__).resolve().parents[1]
 INK, OURS, OTHERS = "#24292f", "#3949ab", "#8c959f"
 ON_DARK = {INK: "#e6edf3", OURS: "#9fa8da", OTHERS: "#8b949e"}
+NAMED = 6  # kernels of a timeline
 NAMES = {
     "flashmhf_hopper": "FlashMHF", "swiglu_compiled": "SwiGLU, compiled", "swiglu": "SwiGLU, eager",
     "official": "authors' Triton kernel",
@@ -89,6 +90,31 @@ def speedup(layers: Layers, noise: float = 0.02) -> Figure:
     axes.set_xticks([1, 16, 256, 4096, 65536], ["1", "16", "256", "4k", "64k"])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
+    return figure
+
+
+def timeline(record: dict) -> Figure:
+    """Draw a training step of both networks: on the host the ranges that it queues, on the GPU the kernels, ours in
+    colour, the longest with a number that the list below names."""
+    titles = {"flashmhf": "FlashMHF", "swiglu": "SwiGLU, compiled"}
+    figure = Figure(figsize=(5.4, 5.6), layout="constrained")
+    panels = figure.subplots(len(titles), 1, sharex=True)
+    for axes, row in zip(panels, record["rows"], strict=True):
+        for place, spans in ((1, row["ranges"]), (0, row["kernels"])):
+            colours = [OURS if name.startswith("flashmhf") else OTHERS for name, *_ in spans]
+            bars = [(start / 1e3, us / 1e3) for _, start, us in spans]
+            axes.broken_barh(bars, (place - 0.3, 0.6), facecolors=colours, edgecolor="white", linewidth=0.5)
+        queued, start, us = ", ".join(name for name, *_ in row["ranges"]), *row["ranges"][-1][1:]
+        axes.annotate(queued, ((start + us) / 1e3, 1), xytext=(6, 0), textcoords="offset points", va="center")
+        longest = sorted(sorted(row["kernels"], key=lambda each: -each[2])[:NAMED], key=lambda each: each[1])
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(name for name, *_ in longest), 1)}
+        for name, start, us in longest:
+            axes.annotate(str(numbers[name]), ((start + us / 2) / 1e3, -0.55), ha="center")
+        axes.set_xlabel("\n".join(f"{number} {name[:60]}" for name, number in numbers.items()), loc="left", fontsize=8)
+        axes.set_yticks([0, 1], ["GPU", "host"])
+        axes.set_ylim(-0.8, 1.7)
+        axes.set_title(f"{titles[row['subject']]}, {row['T']:,} tokens: ms", loc="left")
+        axes.tick_params(labelbottom=True)
     return figure
 
 

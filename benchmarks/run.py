@@ -44,6 +44,7 @@ SUITES = {  # name -> module of benchmarks.suites, its parts
     "decode": ("layer", ("decode",)), "fp8": ("fp8", ("operator", "decode", "networks")),
     "serving": ("inference", ("serving",)), "host": ("inference", ("host",)),
     "triton": ("triton", ("operator", "few", "networks", "host")),
+    "timeline": ("timeline", ("training",)),
     "model": ("models", ("prefill",)), "generate": ("models", ("generate",)), "train": ("models", ("train",)),
 }  # fmt: skip
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}

@@ -110,7 +110,7 @@ class GenerateCell:
     """Tokens per second of ``model.generate``, prompt included, with a static cache and a dynamic one.
 
     The first call of each subject, which compiles, is a figure of its own. Then the subjects take turns. ``x_swiglu``
-    is the rate over that of SwiGLU's faster cache.
+    is the rate over that of SwiGLU's faster cache; ``gpu_ms``: in which kernels run, whatever the host takes.
     """
 
     scale: str
@@ -148,6 +148,9 @@ class GenerateCell:
         for key, seconds in done.items():
             rate = {"ms": {"p50": 1e3 * seconds}, "tokens_per_s": self.batch * self.new / seconds}
             rows[key] |= {"status": "ok"} | rate | {"first_s": times[key][0], "samples": len(times[key]) - 1}
+            if context.device.type == "cuda":
+                run = functools.partial(self._seconds, *key, ids, context)
+                rows[key]["gpu_ms"] = timing.kernels(run).all / 1e6
             for other in ("swiglu", "swiglu fp8"):
                 theirs = [done[cache, name] for cache, name in done if name == other]
                 if theirs and key[1].startswith("flashmhf"):

@@ -11,7 +11,7 @@ from processes import ROOT, run_python
 
 from benchmarks import run
 from benchmarks.harness.measure import Cell, Context, Prepared, timing
-from benchmarks.suites import inference, layer, operator, shapes, subjects
+from benchmarks.suites import inference, layer, operator, shapes, subjects, timeline
 
 TINY = shapes.SHAPES["tiny"]
 CPU = subjects.Settings(torch.device("cpu"), torch.float32)
@@ -136,6 +136,21 @@ def test_whole_models(capsys, monkeypatch):
             assert f" {subject} |" in out and "failed" not in out and ("÷ swiglu" in out) == (suite != "train")
         assert (" networks | swiglu |" in re.sub(" +", " ", out)) == (suite == "train")
         assert (" dynamic | flashmhf |" in re.sub(" +", " ", out)) == (suite == "generate")
+
+
+def test_a_timeline_is_recorded_and_drawn(monkeypatch, tmp_path):
+    charts = pytest.importorskip("benchmarks.charts", exc_type=ImportError)
+    for name, value in {"SIZES": (32, 2, 2, 16), "D_FF": 64, "compiled": lambda module: module}.items():
+        monkeypatch.setattr(timeline, name, value)
+    rows = timeline.TimelineCell(8).measure(context())
+    assert [row["subject"] for row in rows] == ["flashmhf", "swiglu"]
+    for row in rows:  # a CPU has no kernels: two are made up
+        (forward, begin, took), (backward, later, _) = row["ranges"]
+        assert (forward, begin, backward) == ("forward", 0, "backward") and later >= took > 0 and not row["kernels"]
+        row["kernels"] = [["flashmhf_forward", 5.0, 40.0], ["product", 50.0, 9.0]]
+    charts.save(charts.timeline({"rows": rows}), tmp_path / "timeline.svg")
+    drawn = (tmp_path / "timeline.svg").read_text()
+    assert drawn.count("1 flashmhf_forward") == drawn.count("2 product") == 2
 
 
 def test_cells_in_processes_of_their_own(tmp_path, capsys):
