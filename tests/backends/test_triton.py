@@ -60,19 +60,16 @@ def same(left, right):
 
 
 CASES = [  # arguments of problem, and p.activation; the interpreter takes seconds for a hundred tokens
-    *({"shape": (130, 2, d_h, 3, 80), "dtype": dtype} for d_h in back_end.HEAD_DIMS for dtype in back_end.DTYPES),
+    *({"shape": (130, 2, d_h, 3, 80), "dtype": dtype} for d_h in back_end.HEAD_DIMS for dtype in (HALF, torch.float32)),
+    *({"shape": (130, 2, d_h, 3, 80), "dtype": torch.float16} for d_h in (32, 96, 256)),
     *({"shape": (tokens, 1, 32, 2, 48)} for tokens in (1, 63, 64, 65, 1000)),
-    *({"shape": (70, 2, 64, 2, subnet_dim)} for subnet_dim in (16, 32, 64, 112, 384)),
-    *({"shape": ((3, 23), 2, 64, subnets, 48), "gate": gate} for subnets in (1, 5) for gate in (None, "same")),
-    *(
-        {"shape": (70, 2, 32, 3, 48), "dtype": dtype, "activation": name}
-        for dtype in (torch.float32, HALF)
-        for name in ("gelu", "relu", "relu2")
-    ),
+    *({"shape": (70, 2, 64, 2, subnet_dim)} for subnet_dim in (16, 112, 384)),
+    *({"shape": ((3, 23), 2, 64, subnets, 48), "gate": gate} for subnets, gate in ((1, None), (5, "same"))),
+    *({"shape": (70, 2, 32, 3, 48), "activation": name} for name in ("gelu", "relu", "relu2")),
+    {"shape": (70, 2, 32, 3, 48), "dtype": torch.float32, "activation": "gelu"},
     *(
         {"shape": ((3, 50), heads, 32, 3, 48), "gate": gate, "num_kv_heads": kv_heads}
-        for heads, kv_heads in ((4, 2), (3, 1))
-        for gate in (None, "float32")
+        for heads, kv_heads, gate in ((4, 2, None), (3, 1, "float32"))
     ),
     # fp16 has not the range
     *({"shape": (200, 2, 64, 2, 64), "dtype": torch.bfloat16, "scale": scale} for scale in (1e-3, 30.0)),
@@ -102,7 +99,7 @@ def of_family(capability, monkeypatch, *, maps=False):
 
 @runs_kernels
 @pytest.mark.parametrize(
-    ("capability", "case"), [*(((8, 0), case) for case in CASES), *(((9, 0), case) for case in CASES[2::4])], ids=str
+    ("capability", "case"), [*(((8, 0), case) for case in CASES), *(((9, 0), case) for case in CASES[1::3])], ids=str
 )
 def test_values(capability, case, monkeypatch):
     """Head dimensions, tails of tokens and of d_e, gates, activations, grouped heads, magnitudes, scores in SiLU's
