@@ -1,9 +1,6 @@
 // check -> allocate -> plan -> launch
 #include "backward/launch.h"
-#include "checks.h"
 #include "operators.h"
-#include "scope.h"
-#include "tensors.h"
 
 namespace flashmhf {
 namespace {
@@ -39,7 +36,7 @@ TokenAxes all_token_axes(const Tensor &q, std::optional<Tensor> &r, Tensor &grad
 Gradients run(const Inputs &in, const char *range, bool deterministic, bool needs_tokens, bool needs_weights) {
     const ProblemSizes sizes = check(in);
     const DeviceScope scope(in.q.get_device_index());
-    const NvtxRange marked(range, sizes.range());
+    const NvtxRange marked(range, sizes);
     if (sizes.tokens > 0) check_readable(in.q);
     auto like = [&](const Tensor &x, bool needed) { return needed ? new_dense(x, sizes_of(x)) : new_dense(in.q, std::array{int64_t{0}}); };
     const Tensor &gate = in.r ? *in.r : in.w ? *in.w : in.q;

@@ -24,13 +24,6 @@
 namespace flashmhf {
 
 using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-// Sizes of a problem; q is [..., H, d_h] with T tokens in its leading dimensions, and `group` of its heads share one of k, u and v.
-struct ProblemSizes {
-    int64_t tokens, heads, head_dim, subnets, subnet_dim, group;
-    RangeShape range() const { return {tokens, heads, head_dim, subnets, subnet_dim}; }
-};
 
 inline std::string shape_of(const Tensor &x) {
     std::string text = "[";

@@ -1,12 +1,11 @@
 // check -> plan -> allocate -> launch
 #include "forward/launch.h"
 #include "operators.h"
-#include "tensors.h"
 
 namespace flashmhf {
 
 Tensor run_forward(const DeviceScope &scope, const char *name, const Tensor &q, const ForwardInputs &in, const ProblemSizes &sizes) {
-    const NvtxRange range(name, sizes.range());
+    const NvtxRange range(name, sizes);
     if (sizes.tokens == 0) return new_dense(q, sizes_of(q));
     check_readable(q);
     std::optional<Tensor> r = in.r;

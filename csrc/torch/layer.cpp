@@ -5,7 +5,6 @@
 #include "layer/launch.h"
 #include "operators.h"
 #include "project/plan.h"
-#include "tensors.h"
 
 namespace flashmhf {
 namespace {
@@ -94,7 +93,7 @@ Tensor run(const Frame &f, const ForwardInputs &in) {
     const bool fp8 = in.format == WeightFormat::e4m3;
     const DeviceScope scope(f.x.get_device_index());
     ProblemSizes mix{f.x.numel() / f.x.size(f.x.dim() - 1), f.heads(), f.head_dim(), f.subnets(), in.k.size(2), f.heads() / in.k.size(0)};
-    const NvtxRange range(fp8 ? "fp8_layer" : "layer", mix.range());
+    const NvtxRange range(fp8 ? "fp8_layer" : "layer", mix);
     const int64_t features = f.out.w.size(0);
     std::vector<int64_t> sizes(f.x.sizes().begin(), f.x.sizes().end());
     sizes.back() = features;

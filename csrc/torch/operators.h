@@ -4,15 +4,10 @@
 #include <optional>
 #include <tuple>
 
-#include <torch/csrc/stable/tensor.h>
-
 #include "checks.h"
 #include "forward/params.h"
-#include "scope.h"
 
 namespace flashmhf {
-
-using torch::stable::Tensor;
 
 // out [..., H, d_h] = sum_e r_e silu(q K_e^T) (q U_e^T) V_e; r [..., H, E] or nothing for weights of 1. Deterministic in any case.
 Tensor forward(const Tensor &q, const Tensor &k, const Tensor &u, const Tensor &v, const std::optional<Tensor> &r, bool deterministic);

@@ -1,7 +1,6 @@
 // check -> plan -> allocate -> launch
 #include "operators.h"
 #include "project/launch.h"
-#include "tensors.h"
 
 namespace flashmhf {
 
