@@ -3,8 +3,6 @@
 //   backward_harness [name=value ...]     T=4096 H=16 group=1 d_h=128 E=22 d_e=384 gate=r|ones|w dtype=bf16|fp16 deterministic=0|1
 //                                         needs=both|tokens|weights launches=20 check=1
 //   and, instead of what the planner chooses,   kernels=auto|fused|ordered|pair groups=<groups of heads>
-//
-// Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error. With launches=1 check=0 it is what ncu and compute-sanitizer want.
 #include "backward/launch.h"
 #include "backward/policy.h"
 #include "common/device.h"
@@ -99,8 +97,10 @@ template <typename T> int run(const Arguments &options) {
     const Inputs<T> in(options);
     if (in.gate == Gate::w_half) throw std::invalid_argument("gate=w16 is for the forward; supported: r, ones, w");
     const Shape &s = in.s;
-    const std::string needs = options.choice("needs", {"both", "tokens", "weights"});
-    const bool tokens = needs != "weights", weights = needs != "tokens", router = has_router(in.gate);
+    using Needs = std::pair<bool, bool>;
+    const auto [tokens, weights] =
+        options.choice<Needs>("needs", {{"both", {true, true}}, {"tokens", {true, false}}, {"weights", {false, true}}});
+    const bool router = has_router(in.gate);
     const int64_t rows = in.rows, inter = in.inter, d = s.head_dim;
 
     const auto g = Buffer<T>::random(rows * d, 1.f, 7);
@@ -120,16 +120,15 @@ template <typename T> int run(const Arguments &options) {
     if (weights && router) problem.dw = dw;
     const Device device = describe_device();
     const BackwardTask task = backward_task(problem);
-    const std::string kernels = options.choice("kernels", {"auto", "fused", "ordered", "pair"});
+    const auto kernels = options.choice<std::optional<Kernels>>(
+        "kernels", {{"auto", {}}, {"fused", Kernels::fused}, {"ordered", Kernels::ordered}, {"pair", Kernels::pair}});
     BackwardPlan plan = plan_backward(s, task, device);
-    if (kernels != "auto" || options.number("groups")) {
+    if (kernels || options.number("groups")) {
         const bool may_fuse = task.tokens && task.weights && s.head_dim <= widest_fused;
-        const Kernels forced = kernels == "auto"      ? plan.kernels
-                               : kernels == "fused"   ? Kernels::fused
-                               : kernels == "ordered" ? Kernels::ordered
-                                                      : Kernels::pair;
+        const Kernels forced = kernels.value_or(plan.kernels);
         if (forced != Kernels::pair && !may_fuse)
-            throw std::invalid_argument("kernels=" + kernels + " needs needs=both and a d_h of at most " + std::to_string(widest_fused));
+            throw std::invalid_argument(std::string("kernels=") + kernels_names[static_cast<int>(forced)] +
+                                        " needs needs=both and a d_h of at most " + std::to_string(widest_fused));
         plan = plan_backward(s, task, device, forced, static_cast<int>(options.number("groups")));
     }
     const Buffer<float> workspace(plan.workspace());

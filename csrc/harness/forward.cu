@@ -7,10 +7,6 @@
 //
 // format=e4m3: two comparisons, with the definition on the weights before quantisation, and with sums in fp64 of the same quantised operands
 // (Q, K, U, V and A in e4m3). signs=one: U = K and V >= 0, so that the terms of an output's sum have one sign.
-// chain=N: also the time of a launch in a CUDA graph of launches that take N copies of the weights in turn, as layers do at decode.
-// repeat: further launches whose outputs must be bitwise equal.
-//
-// Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error. With launches=1 check=0 it is what ncu and compute-sanitizer want.
 #include <cuda_fp8.h>
 
 #include "common/device.h"
@@ -28,6 +24,8 @@ ForwardChoice choice_of(const Arguments &options) {
     if (choice.row_ctas < 0 || choice.row_ctas > 2) throw std::invalid_argument("row_ctas must be 1 or 2");
     return choice;
 }
+
+bool one_sign(const Arguments &options) { return options.choice<bool>("signs", {{"random", false}, {"one", true}}); }
 
 void print_plan(const ForwardPlan &plan) {
     const ForwardSchedule &schedule = plan.schedule;
@@ -49,10 +47,8 @@ template <typename Prepare> void compare_plans(const ForwardProblem &problem, co
         ForwardPlan plan;
         Chain chain;
     };
-    auto same = [](const ForwardPlan &a, const ForwardPlan &b) {
-        const ForwardSchedule &s = a.schedule, &t = b.schedule;
-        return a.consumers == b.consumers && a.row_ctas == b.row_ctas && s.slices == t.slices && s.abreast == t.abreast &&
-               s.splits == t.splits && s.clusters == t.clusters;
+    auto key = [](const ForwardPlan &p) {
+        return std::tuple(p.consumers, p.row_ctas, p.schedule.slices, p.schedule.abreast, p.schedule.splits, p.schedule.clusters);
     };
     std::vector<Timed> all;
     std::vector<Buffer<float>> workspaces;
@@ -60,7 +56,7 @@ template <typename Prepare> void compare_plans(const ForwardProblem &problem, co
         const ForwardCostModel cost = forward_costs(problem.format);
         const ForwardPlan plan = plan_forward(problem.shape, device, problem.format, may_bundle(problem), cost, choice);
         for (const Timed &other : all)
-            if (same(plan, other.plan)) return;
+            if (key(plan) == key(other.plan)) return;
         workspaces.emplace_back(workspace_of(problem, plan));
         const std::vector<ForwardLaunch> launches = prepare(plan, static_cast<float *>(workspaces.back()));
         auto launch = [&](int64_t i, cudaStream_t stream) { return launch_forward(problem.shape.head_dim, launches[i], stream); };
@@ -145,7 +141,7 @@ __global__ void reference(double *out, const T *q, const T *k, const T *u, const
 }
 
 template <typename T> int run_f16(const Arguments &options) {
-    const Inputs<T> in(options, options.choice("signs", {"random", "one"}) == "one");
+    const Inputs<T> in(options, one_sign(options));
     const Shape &s = in.s;
     const Buffer<T> out(in.rows * s.head_dim);
     const ForwardProblem problem{in.operands(in.k, in.u, in.v), WeightFormat::same, nullptr, out};
@@ -214,8 +210,7 @@ __global__ void quantised_reference(double *out, const T *q, const __nv_fp8_stor
 }
 
 template <typename T> int run_e4m3(const Arguments &options) {
-    const bool one_sign = options.choice("signs", {"random", "one"}) == "one";
-    const Inputs<T> in(options, one_sign);
+    const Inputs<T> in(options, one_sign(options));
     const Shape &s = in.s;
     const int plane = s.weight_heads() * s.subnets;
     const Buffer<float> scales(3 * plane);
@@ -237,7 +232,7 @@ template <typename T> int run_e4m3(const Arguments &options) {
     quantised_reference<T><<<sampled, 256, 2 * s.head_dim * sizeof(double)>>>(quantised, in.q, k8, u8, v8, scales, gates, s, stride);
     const auto values = rows_of(out, sampled, s.head_dim, stride), exact = expected.host(), same_points = quantised.host();
     // Sums of few terms do not average out the rounding of the operands: these then have the larger error themselves.
-    const double limit = std::max(one_sign ? 1.2e-2 : 7e-2, 1.05 * relative_l2(exact, same_points));
+    const double limit = std::max(one_sign(options) ? 1.2e-2 : 7e-2, 1.05 * relative_l2(exact, same_points));
     ok = report("out against the definition", exact, values, limit) && ok;
     ok = report("out against the same quantised operands", same_points, values, 1.2e-2) && ok;
     report("these against the definition", exact, same_points, 7e-2);
@@ -249,6 +244,6 @@ template <typename T> int run_e4m3(const Arguments &options) {
 int main(int argc, char **argv) {
     const std::string defaults = "format=f16 signs=random chain=0 repeat=0 plans=0 slices=0 row_ctas=0 consumers=0 abreast=0";
     return run_typed(argc, argv, shape_arguments + defaults, [&]<typename T>(const Arguments &options) {
-        return options.choice("format", {"f16", "e4m3"}) == "e4m3" ? run_e4m3<T>(options) : run_f16<T>(options);
+        return options.choice<bool>("format", {{"f16", false}, {"e4m3", true}}) ? run_e4m3<T>(options) : run_f16<T>(options);
     });
 }

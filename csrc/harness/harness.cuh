@@ -1,4 +1,8 @@
 // What the harnesses share: arguments name=value, device memory with random contents, timing, and the comparison with fp64.
+//
+// chain=N: also the time of a launch in a CUDA graph of launches that take N copies of the weights in turn, as layers do at decode.
+// repeat: further launches whose outputs must be bitwise equal. Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error, with one
+// line on stderr. With launches=1 check=0 a harness is what ncu and compute-sanitizer want.
 #pragma once
 
 #include <algorithm>
@@ -56,12 +60,12 @@ class Arguments {
             throw std::invalid_argument(std::string(name) + "=" + text + " is not a whole number");
         return value;
     }
-    // One of `choices`.
-    std::string choice(const char *name, std::initializer_list<const char *> choices) const {
+    // What one of `choices` means.
+    template <typename X> X choice(const char *name, std::initializer_list<std::pair<const char *, X>> choices) const {
         const std::string &text = values_.at(name);
         std::string all;
-        for (const char *choice : choices) {
-            if (text == choice) return text;
+        for (const auto &[choice, meaning] : choices) {
+            if (text == choice) return meaning;
             all += std::string(all.empty() ? "" : ", ") + choice;
         }
         throw std::invalid_argument(std::string(name) + "=" + text + "; supported: " + all);
@@ -71,7 +75,6 @@ class Arguments {
     std::map<std::string, std::string> values_;
 };
 
-// Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error, with one line on stderr.
 template <typename Main> int guarded(Main &&main) {
     try {
         return main();
@@ -85,8 +88,8 @@ template <typename Main> int guarded(Main &&main) {
 template <typename Run> int run_typed(int argc, char **argv, const std::string &defaults, Run &&run) {
     return guarded([&] {
         const Arguments options(argc, argv, defaults);
-        return options.choice("dtype", {"bf16", "fp16"}) == "fp16" ? run.template operator()<__half>(options)
-                                                                   : run.template operator()<__nv_bfloat16>(options);
+        return options.choice<bool>("dtype", {{"bf16", true}, {"fp16", false}}) ? run.template operator()<__nv_bfloat16>(options)
+                                                                                : run.template operator()<__half>(options);
     });
 }
 
@@ -332,7 +335,10 @@ template <typename T> struct Inputs {
 
     explicit Inputs(const Arguments &options, bool one_sign = false)
         : s(shape_of(options)),
-          gate(gate_of(options.choice("gate", {"r", "ones", "w", "w16"}))),
+          gate(options.choice<flashmhf::Gate>("gate", {{"r", flashmhf::Gate::r_float},
+                                                       {"ones", flashmhf::Gate::ones},
+                                                       {"w", flashmhf::Gate::w_float},
+                                                       {"w16", flashmhf::Gate::w_half}})),
           rows(s.length * s.heads),
           inter(s.weight_heads() * s.subnets * s.subnet_dim),
           scale(1.f / std::sqrt(float(s.head_dim))),
@@ -364,12 +370,6 @@ template <typename T> struct Inputs {
         const int64_t blocks = (rows + 127) / 128;
         if (gate == flashmhf::Gate::w_half) gate_values<T, T><<<blocks, 128>>>(values, sums, q, r, w16, gate, s);
         else gate_values<T, float><<<blocks, 128>>>(values, sums, q, r, w, gate, s);
-    }
-
-  private:
-    static flashmhf::Gate gate_of(const std::string &name) {
-        using flashmhf::Gate;
-        return name == "ones" ? Gate::ones : name == "w" ? Gate::w_float : name == "w16" ? Gate::w_half : Gate::r_float;
     }
 };
 

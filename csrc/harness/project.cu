@@ -2,11 +2,6 @@
 //
 //   project_harness [name=value ...]      T=128 depth=2048 features=2048 dtype=bf16|fp16 bias=0|1 weights_ready=0|1 launches=20 check=1
 //                                        chain=0 repeat=0
-//
-// chain=N: also the time of a launch in a CUDA graph of launches that take N copies of W in turn, as layers do at decode.
-// repeat: further launches whose outputs must be bitwise equal.
-//
-// Exit status: 0 correct, 1 wrong, 2 bad arguments or a CUDA error. With launches=1 check=0 it is what ncu and compute-sanitizer want.
 #include "common/device.h"
 #include "harness/harness.cuh"
 #include "project/launch.h"
