@@ -77,8 +77,15 @@ py::dict forward_plan(int64_t batch, int64_t length, int heads, int head_dim, in
     const ForwardPlan plan = plan_forward(shape, device, format, may_bundle && !fp8, forward_costs(format), choice);
     const ForwardSchedule &s = plan.schedule;
     py::list work;
-    for (const auto &w : enumerate_work(s))
-        work.append(py::make_tuple(w.cluster * s.abreast + w.block, w.slice, w.work.item, w.work.begin, w.work.end, w.work.part));
+    auto list = [&](auto cursor, int cluster, int block, int slice) {
+        for (Work w; cursor.next(w, cluster, block, slice);)
+            work.append(py::make_tuple(cluster * s.abreast + block, slice, w.item, w.begin, w.end, w.part));
+    };
+    for (int cluster = 0; cluster < s.clusters; ++cluster)
+        for (int block = 0; block < s.abreast; ++block)
+            for (int slice = 0; slice < s.slices; ++slice)
+                if (s.gathers()) list(GatherCursor(s, cluster), cluster, block, slice);
+                else list(WorkCursor(s, cluster), cluster, block, slice);
     py::list owners, adds;  // of the items after the whole waves: first and last cluster; the one of them that a cluster adds up, or -1
     for (int i = 0; i < s.rest * s.abreast; ++i)
         owners.append(py::make_tuple(s.first_owner(i / s.abreast) * s.abreast + i % s.abreast,
@@ -113,15 +120,11 @@ py::dict head_group_plan(int64_t batch, int64_t length, int heads, int subnets, 
 // Where each buffer begins, or None.
 py::dict workspace(const BackwardWorkspace &w) {
     py::dict all("sums_floats"_a = w.sums_floats, "floats"_a = w.floats);
-    const std::pair<const char *, int64_t> places[] = {{"query", w.query},
-                                                       {"dr_sums", w.dr_sums},
-                                                       {"query_added", w.query_added},
-                                                       {"dr_added", w.dr_added},
-                                                       {"weight_parts", w.weight_parts},
-                                                       {"r", w.r},
-                                                       {"scale", w.scale},
-                                                       {"dr", w.dr},
-                                                       {"dw_parts", w.dw_parts}};
+#define FLASHMHF_PLACE(name) std::pair<const char *, int64_t>(#name, w.name)
+    const std::pair<const char *, int64_t> places[] = {FLASHMHF_PLACE(query),    FLASHMHF_PLACE(dr_sums),      FLASHMHF_PLACE(query_added),
+                                                       FLASHMHF_PLACE(dr_added), FLASHMHF_PLACE(weight_parts), FLASHMHF_PLACE(r),
+                                                       FLASHMHF_PLACE(scale),    FLASHMHF_PLACE(dr),           FLASHMHF_PLACE(dw_parts)};
+#undef FLASHMHF_PLACE
     for (const auto &[name, begin] : places) all[name] = begin == BackwardWorkspace::none ? py::object(py::none()) : py::int_(begin);
     return all;
 }

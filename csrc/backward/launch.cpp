@@ -134,12 +134,12 @@ BackwardTask backward_task(const BackwardProblem &problem) {
 BackwardLaunch prepare_backward(const BackwardProblem &problem, const BackwardPlan &plan, float *workspace) {
     if (problem.shape.group > 1 && problem.shape.batch > 1) throw std::invalid_argument("grouped heads need one sequence");
     BackwardLaunch launch;
-    for (int i = 0; i < plan.groups.count; ++i) launch.groups.push_back(prepare_heads(problem, plan, i, workspace));
+    for (int i = 0; i < plan.groups.count; ++i) launch.push_back(prepare_heads(problem, plan, i, workspace));
     return launch;
 }
 
 cudaError_t launch_backward(int head_dim, const BackwardLaunch &launch, cudaStream_t stream) {
-    for (const HeadGroupLaunch &group : launch.groups) {
+    for (const HeadGroupLaunch &group : launch) {
         auto launch_it = [&]<int d_h>() { return launch_backward<d_h>(group, stream); };
         if (cudaError_t error = BackwardHeadDims::dispatch(head_dim, launch_it)) return error;
     }

@@ -36,9 +36,7 @@ struct HeadGroupLaunch {
     size_t sums_bytes;    // to be cleared from params.query_sums on; with a router flashmhf_gate_rows does it
 };
 
-struct BackwardLaunch {
-    std::vector<HeadGroupLaunch> groups;
-};
+using BackwardLaunch = std::vector<HeadGroupLaunch>;  // of the groups
 
 // What `problem` asks for. dW needs dR, hence the tokens' part.
 BackwardTask backward_task(const BackwardProblem &problem);

@@ -16,6 +16,8 @@ namespace {
 constexpr int64_t max_parts = 768;
 // CTAs of the kernel that computes R on an SM; at d_h = 256 three, and the others wait.
 constexpr int64_t gate_rows_ctas = 5;
+// CTAs that divide the sub-networks of a block of tokens, at most; CTAs of the kernel for dW and dq on an SM.
+constexpr int64_t max_token_parts = 32, gate_grad_ctas = 2;
 // A workspace of this size needs no groups, and more groups than this are not tried: planning takes time too.
 constexpr int64_t small_workspace_bytes = 32 << 20, max_groups = 32;
 // Time that saving memory may cost: by fewer parts, by more groups of heads.
@@ -132,7 +134,7 @@ HeadGroupPlan plan_head_group(const Shape &shape, const Device &device, const Ba
     plan.token_blocks = static_cast<int>(blocks);
     int64_t token_parts = 1;
     double shortest = 0;
-    for (int64_t n = 1; n <= std::min<int64_t>(shape.subnets, 32); ++n) {
+    for (int64_t n = 1; n <= std::min<int64_t>(shape.subnets, max_token_parts); ++n) {
         if (n > 1 && ctas * (n - 1) >= sms) break;  // a wave is filled already
         const double time = static_cast<double>(ceil_div(ctas * n, sms)) * (ceil_div(shape.subnets, n) * subnet_tiles + cost.cta_tiles);
         if (n == 1 || time < shortest) shortest = time, token_parts = n;
@@ -140,7 +142,7 @@ HeadGroupPlan plan_head_group(const Shape &shape, const Device &device, const Ba
     plan.token_parts = static_cast<int>(token_parts);
     plan.token_time = shortest * token_consumers * 5 / 8;  // five of the eight products
     plan.gate_rows_parts = static_cast<int>(ceil_div(gate_rows_ctas * sms, shape.heads));
-    plan.router_parts = static_cast<int>(std::clamp<int64_t>(2 * sms / shape.heads, 1, head_tiles));
+    plan.router_parts = static_cast<int>(std::clamp<int64_t>(gate_grad_ctas * sms / shape.heads, 1, head_tiles));
     return plan;
 }
 

@@ -66,6 +66,7 @@ int router_bytes(const ForwardProblem &problem, const ForwardPlan &plan) {
 }
 
 // Tensor maps of Q and the output. A bundle's heads are the last axis: rows of a tile are tokens of its first head, then of the next.
+// The driver's text wants each stride to be a multiple of the one before, and does not check it: a bundle's last one is smaller.
 CUtensorMap row_map(const char *what, const ForwardProblem &problem, const ForwardPlan &plan, const TokenTensor &x) {
     const Shape &s = problem.shape;
     if (plan.bundle == 1) return token_map(what, problem.bf16, s, x);

@@ -253,7 +253,7 @@ ForwardPlan plan_forward(const Shape &shape, const Device &device, WeightFormat 
         plan.slices.pieces = of_tile / s.slices;
         plan.slices.spare_pieces = of_tile % s.slices;
         const int beside = (s.slices > max_slices ? device.large_clusters : device.clusters[s.slices - 1]) - s.clusters;
-        plan.slices.late_successor = beside < s.clusters && 2 * beside >= s.clusters;
+        plan.slices.late_successor = format == WeightFormat::same && beside < s.clusters && 2 * beside >= s.clusters;
     } else if (s.splits > s.rest) {
         plan.partials = int64_t{s.splits} * s.abreast * 2 * plan.row_ctas * plan.consumers * tile_rows * shape.head_dim;
         if (s.adds_parts) plan.flags = s.splits * s.abreast * 2 * plan.row_ctas;
@@ -266,21 +266,6 @@ std::string list_candidates(const Shape &shape, const Device &device, WeightForm
     const auto all =
         forward_candidates({shape, device, cost, {}, footprint_of(format, shape.head_dim, false), plan_bundle(shape, may_bundle)});
     return all.empty() ? "" : list(all, shape.head_dim, cost);
-}
-
-std::vector<PlannedWork> enumerate_work(const ForwardSchedule &schedule) {
-    std::vector<PlannedWork> all;
-    for (int cluster = 0; cluster < schedule.clusters; ++cluster)
-        for (int block = 0; block < schedule.abreast; ++block)
-            for (int slice = 0; slice < schedule.slices; ++slice) {
-                Work work;
-                auto list = [&](auto cursor) {
-                    while (cursor.next(work, cluster, block, slice)) all.push_back({cluster, block, slice, work});
-                };
-                if (schedule.gathers()) list(GatherCursor(schedule, cluster));
-                else list(WorkCursor(schedule, cluster));
-            }
-    return all;
 }
 
 }  // namespace flashmhf

@@ -71,11 +71,4 @@ std::string list_candidates(const Shape &shape, const Device &device, WeightForm
 // Which of the two instances of the FP8 kernel: for CTAs that divide an item of one or two row tiles.
 inline bool divides_few_rows(const ForwardPlan &plan) { return plan.schedule.slices > 1 && plan.consumers <= 2; }
 
-// The work of every cluster, for the tests.
-struct PlannedWork {
-    int cluster, block, slice;
-    Work work;
-};
-std::vector<PlannedWork> enumerate_work(const ForwardSchedule &schedule);
-
 }  // namespace flashmhf
