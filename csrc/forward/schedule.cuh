@@ -6,23 +6,9 @@
 // tiles: we lay `gap` empty tiles before each item, so that a span that crosses into it gets fewer real tiles. The parts of an item are
 // summed in a fixed order of the clusters, so a result depends on the shape and the device only.
 //
-// Whole items go first, wave by wave; the combine kernel adds the parts. With one wave or none, and few enough parts (most_behind_wave,
-// most_gathered), the clusters add them at their end where the policy may. A cluster that does waits for parts of earlier clusters only,
-// which signal them without waiting (rule 9 of csrc/README.md).
-//
-// With one wave a cluster takes its span first and then its whole item, so that all parts are in memory when it adds them. Adding takes the
-// time of `tail` tiles, which are a part of `gap` and also lie behind the last item: the cluster that holds their middle adds, and has so
-// much less to compute. Nobody waits for it.
-//
-// Without whole waves the cluster that holds an item's last part adds the others to it. It takes the later item of its span first
-// (GatherCursor): the last part of the other item is then still in its registers, and the parts that it waits for were, but for those of
-// clusters in the middle of an item, stored long ago.
-//
-// Where all items run at once and a head has several blocks, clusters side by side take one span of the inter dimension for all blocks of a
-// head (`abreast`), so that its weights come from memory once: end to end the blocks would reach a tile at times too far apart for the L2.
-//
-// Where all items run at once and are few, the CTAs of a cluster divide the inter range of its one item into slices, and add their sums in
-// the order of their ranks.
+// README.md has the ways to divide items, and who adds parts when. Where all items run at once and a head has several blocks, clusters side
+// by side take one span for all of them (`abreast`): end to end the blocks would reach a tile at times too far apart for the L2. In the ways
+// that have `tail` tiles, these are a part of `gap` and also lie behind the last item.
 #pragma once
 
 #include <cstdint>
@@ -114,7 +100,9 @@ struct WorkCursor {
     }
 };
 
-// The same of a launch that gathers parts: the items of its span, the last one first.
+// The same of a launch that gathers parts: the items of its span, the last one first. The last part of the other item is then still in the
+// registers of the cluster that adds to it, and the parts that it waits for were, but for those of clusters in the middle of an item, stored
+// long ago.
 struct GatherCursor {
     const ForwardSchedule &s;
     int stop;
