@@ -3,7 +3,6 @@
 
 #include "backward/params.h"
 #include "backward/rows.cuh"
-#include "common/token_tile.cuh"
 
 namespace flashmhf {
 

@@ -4,7 +4,6 @@
 #include "backward/params.h"
 #include "backward/policy.h"
 #include "backward/swiglu_grad.cuh"
-#include "common/token_tile.cuh"
 
 namespace flashmhf {
 

@@ -1,9 +1,7 @@
 // Loader warps of the inter-stationary kernels: 0 weights, Q and dO; 1 sums of dQ; 2 the gate; 3 sums of dR. This role has few registers.
 #pragma once
 
-#include "backward/inter_shared_memory.cuh"
-#include "backward/inter_work.cuh"
-#include "common/token_tile.cuh"
+#include "backward/inter_cta.cuh"
 #include "common/trace.cuh"
 
 namespace flashmhf {

@@ -1,8 +1,7 @@
 // S role of the inter-stationary kernels: [M|N] = Q [K;U]^T and dA = dO V^T, the elementwise part, and dQ in the fused kernel.
 #pragma once
 
-#include "backward/inter_shared_memory.cuh"
-#include "backward/inter_work.cuh"
+#include "backward/inter_cta.cuh"
 #include "backward/rows.cuh"
 #include "backward/swiglu_grad.cuh"
 #include "common/trace.cuh"

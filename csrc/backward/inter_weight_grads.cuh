@@ -1,8 +1,7 @@
 // W role of the inter-stationary kernels: dK, dU and dV of the CTA's 64 inter rows in registers, over all its tiles.
 #pragma once
 
-#include "backward/inter_shared_memory.cuh"
-#include "backward/inter_work.cuh"
+#include "backward/inter_cta.cuh"
 #include "backward/rows.cuh"
 #include "common/trace.cuh"
 

@@ -12,7 +12,6 @@
 #include "backward/swiglu_grad.cuh"
 #include "common/barriers.h"
 #include "common/tma.cuh"
-#include "common/token_tile.cuh"
 
 namespace flashmhf {
 

@@ -23,6 +23,23 @@ struct Rows {
     int row_tiles;   // of a sequence; its last tile may be partial
     int64_t length;  // tokens of a sequence
 };
+// Where a row tile lies among them: the one mapping that all kernels use. Tiles are numbered sequence by sequence. A tile behind the last
+// one has sequence >= batch: TMA reads its rows as zeros and its results are not stored.
+struct TokenTile {
+    int sequence, tile, row_tiles;  // tile: in the sequence
+    FLASHMHF_HOST_DEVICE TokenTile(int index, int row_tiles)
+        : sequence(index / row_tiles),
+          tile(index - sequence * row_tiles),
+          row_tiles(row_tiles) {}
+    // The first token in the sequence.
+    FLASHMHF_HOST_DEVICE int token() const { return tile * tile_rows; }
+    FLASHMHF_HOST_DEVICE void advance() {
+        if (++tile == row_tiles) {
+            tile = 0;
+            ++sequence;
+        }
+    }
+};
 
 // A tensor [batch, length, H, ...] whose last dimension is contiguous. Strides in elements.
 struct TokenTensor {

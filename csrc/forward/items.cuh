@@ -4,7 +4,6 @@
 #include <type_traits>
 
 #include "common/tma.cuh"
-#include "common/token_tile.cuh"
 #include "common/trace.cuh"
 #include "forward/params.h"
 
