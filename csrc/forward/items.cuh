@@ -24,8 +24,9 @@ template <Division division> using Cursor = std::conditional_t<division == Divis
 // Without whole waves a tile of K, U and V comes from memory for one CTA, or for some that read it at a time. Later waves read it again.
 template <Division division> constexpr tma::Evict evict_of = division != Division::waves ? tma::Evict::first : tma::Evict::normal;
 
-struct WeightMaps {
-    const CUtensorMap *k, *u, *v;  // [H * E][d_e][d_h]; rows from d_e on read as zeros
+struct ForwardMaps {
+    const CUtensorMap *q, *k, *u, *v;  // k, u, v: [H * E][d_e][d_h]; rows from d_e on read as zeros
+    const CUtensorMap *out, *r;        // r: only with gate.tiles
 };
 
 // The inter tiles of a piece of work, one after the other.

@@ -26,14 +26,15 @@ __global__ void __launch_bounds__(Format::Policy::threads, 1)
                      const __grid_constant__ typename Format::Params p) {
     using P = typename Format::Policy;
     using Shared = typename Format::Shared;
+    const ForwardMaps maps{&map_q, &map_k, &map_u, &map_v, &map_out, &map_r};
     stamp(Stamp::forward_entry);
     extern __shared__ __align__(1024) uint8_t memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
     const int warpgroup = __shfl_sync(kittens::MASK_ALL, kittens::warpgroupid(), 0);
 
     if (threadIdx.x == 0) {
-        for (const CUtensorMap *map : {&map_q, &map_k, &map_u, &map_v, &map_out}) tma::prefetch(map);
-        if (p.gate.tiles) tma::prefetch(&map_r);
+        for (const CUtensorMap *map : {maps.q, maps.k, maps.u, maps.v, maps.out}) tma::prefetch(map);
+        if (p.gate.tiles) tma::prefetch(maps.r);
     }
     if (threadIdx.x == 32) {  // one branch for all semaphores, beside the warp that prefetches the maps
         shared.init_semaphores(p);
@@ -45,13 +46,12 @@ __global__ void __launch_bounds__(Format::Policy::threads, 1)
         kittens::warpgroup::decrease_registers<P::producer_registers>();
         const int warp = kittens::warpgroup::warpid();
         if (warp == 0) {
-            const WeightMaps weights{&map_k, &map_u, &map_v};
-            Format::template prefetch<division>(weights, p);
+            Format::template prefetch<division>(maps, p);
             __syncwarp();
             wait_for_cluster_and_predecessor(p);
-            if (kittens::laneid() == 0) Format::template stream<division>(shared, weights, p);
+            if (kittens::laneid() == 0) Format::template stream<division>(shared, maps, p);
         } else {
-            Format::template other_warps<division>(shared, &map_q, &map_r, &map_out, p, warp);
+            Format::template other_warps<division>(shared, maps, p, warp);
         }
         __syncwarp();
         // Pairs: no CTA leaves while the other can still signal it. Slices: the consumers' half stands in the exchange of their sums.

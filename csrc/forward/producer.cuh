@@ -13,18 +13,18 @@ template <typename Format, Division division> struct RowLoader {
     static constexpr bool adds_behind_waves = division == Division::waves && Format::has_instance(Division::gathers);
 
     Shared &shared;
+    const ForwardMaps maps;
     const Params &p;
-    const CUtensorMap *const map_out;
     const bool leader = kittens::laneid() == 0;
     Cursor<division> cursor;
     const bool stages;  // this thread brings W
     int count = 0;      // items so far
 
     // first: this warp has the first warpgroup.
-    __device__ __forceinline__ RowLoader(Shared &shared, const Params &p, const CUtensorMap *map_out, bool first)
+    __device__ __forceinline__ RowLoader(Shared &shared, const ForwardMaps &maps, const Params &p, bool first)
         : shared(shared),
+          maps(maps),
           p(p),
-          map_out(map_out),
           cursor(p.schedule, kittens::clusterIdx().x),
           stages(Format::stages_router && p.gate.router_bytes > 0 && leader && first) {}
 
@@ -71,11 +71,11 @@ template <typename Format, Division division> struct RowLoader {
         return true;
     }
     // Issues the copies of Q, by the leader.
-    __device__ __forceinline__ void load_q(int warpgroup, const CUtensorMap *map, const Item &item, kittens::semaphore &full) {
+    __device__ __forceinline__ void load_q(int warpgroup, const Item &item, kittens::semaphore &full) {
         constexpr int panel_cols = panel_cols_of(Format::d_h);
 #pragma unroll
         for (int c = 0; c < Format::d_h; c += panel_cols)
-            tma::load_async(&shared.q[warpgroup].data[c * tile_rows], map, int4{c, item.head, item.token, item.sequence}, full);
+            tma::load_async(&shared.q[warpgroup].data[c * tile_rows], maps.q, int4{c, item.head, item.token, item.sequence}, full);
     }
     // Waits until the consumers have read Q. From item `index` on the buffer then holds an output: stores it.
     __device__ __forceinline__ void take_over(int warpgroup, int index) {
@@ -83,7 +83,7 @@ template <typename Format, Division division> struct RowLoader {
         if (index < 0 || !leader) return;
         const Item &done = shared.items[index % 2][warpgroup];
         if (done.part >= 0) return;
-        store_output(shared.q[warpgroup], map_out, done);
+        store_output(shared.q[warpgroup], maps.out, done);
         kittens::tma::store_async_read_wait<0>();
     }
     // Tells a warpgroup that there are no more items.

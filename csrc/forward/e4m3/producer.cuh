@@ -9,7 +9,7 @@ namespace flashmhf {
 
 // The copies of tile `tile` of a sub-network: copy(byte of the slot, map, where from). Of a pair of CTAs each has half the rows.
 template <typename P, int d_h, bool pair, typename Copy>
-__device__ __forceinline__ void each_copy(const WeightMaps &maps, int tile, int subnet, Copy &&copy) {
+__device__ __forceinline__ void each_copy(const ForwardMaps &maps, int tile, int subnet, Copy &&copy) {
     const int rank = pair ? kittens::cluster_ctarank() : 0;
 #pragma unroll
     for (int i = 0; i < tile_inter / P::box_rows / (pair ? 2 : 1); ++i) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ void each_copy(const WeightMaps &maps, int tile, int 
 }
 
 // Prefetches to the L2 the first tiles of a CTA's slice: a hint, right even while the kernel before this one writes them. By one thread.
-template <typename P, int d_h> __device__ __forceinline__ void prefetch_weights_fp8(const WeightMaps &maps, const ForwardFp8Params &p) {
+template <typename P, int d_h> __device__ __forceinline__ void prefetch_weights_fp8(const ForwardMaps &maps, const ForwardFp8Params &p) {
     Work work;
     if (!first_work<WorkCursor>(p, work)) return;
     TileWalk at(p, work);
@@ -38,7 +38,7 @@ template <typename P, int d_h> __device__ __forceinline__ void prefetch_weights_
 
 // By one thread. Of a pair of CTAs each fetches half the rows of K, U and V, and multicasts them.
 template <int d_h, typename T, bool few_rows, bool multicast>
-__device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T, few_rows> &shared, const WeightMaps &maps,
+__device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T, few_rows> &shared, const ForwardMaps &maps,
                                                  const ForwardFp8Params &p) {
     using P = ForwardFp8Policy<d_h, few_rows>;
     constexpr uint16_t ctas = 3;
@@ -72,7 +72,6 @@ __device__ __forceinline__ void load_weights_fp8(ForwardFp8Shared<d_h, T, few_ro
 template <typename Format, Division division> struct RowsOfItemsFp8 : RowLoader<Format, division> {
     static constexpr int lag = 2;
     using P = typename Format::Policy;
-    const CUtensorMap *map_q, *map_r;
 
     // Without this prefetch the scales of few tokens come a microsecond after Q, behind the tiles that fill the ring.
     __device__ __forceinline__ void before_predecessor(int warpgroup) {
@@ -89,7 +88,7 @@ template <typename Format, Division division> struct RowsOfItemsFp8 : RowLoader<
         auto &full = shared.semaphores.q_full[warpgroup];
         if (this->leader) {
             kittens::tma::expect_bytes(full, P::row_tile_bytes);
-            this->load_q(warpgroup, map_q, item, full);
+            this->load_q(warpgroup, item, full);
         }
         load_scales(item, shared.scales[this->count % 2][warpgroup]);
         __syncwarp();
@@ -104,7 +103,7 @@ template <typename Format, Division division> struct RowsOfItemsFp8 : RowLoader<
         if (this->count > 0) kittens::arrive_and_wait(r_read_barrier(warpgroup));
         if (!this->leader) return;
         kittens::tma::expect_bytes(r_full, tile_rows * P::gate_chunk * 4);
-        tma::load_async(shared.gate[warpgroup].values, map_r,
+        tma::load_async(shared.gate[warpgroup].values, this->maps.r,
                         int3{item.head * p.subnets + item.subnet - item.gate_column, item.token, item.sequence}, r_full);
     }
     __device__ __forceinline__ void behind_items(int warpgroup) {

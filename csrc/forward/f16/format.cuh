@@ -22,21 +22,20 @@ template <int head_dim, typename Element> struct F16 {
     static constexpr bool stages_router = Policy::gate_early;  // W may lie in shared memory
     static_assert(offsetof(Shared, w) + Policy::router_bytes <= Policy::shared_memory);
 
-    template <Division division> __device__ __forceinline__ static void prefetch(const WeightMaps &maps, const Params &p) {
+    template <Division division> __device__ __forceinline__ static void prefetch(const ForwardMaps &maps, const Params &p) {
         if (division != Division::slices && kittens::laneid() == 0) prefetch_weights<d_h, division>(maps, p);
     }
     // By one thread. Where multicast is always, both are one instance.
-    template <Division division> __device__ __forceinline__ static void stream(Shared &shared, const WeightMaps &maps, const Params &p) {
+    template <Division division> __device__ __forceinline__ static void stream(Shared &shared, const ForwardMaps &maps, const Params &p) {
         if (division != Division::slices && (p.row_ctas > 1 || Policy::always_multicast))
             load_weights<d_h, T, true, division>(shared, maps, p);
         else load_weights<d_h, T, Policy::always_multicast, division>(shared, maps, p);
     }
     // By each of the producer's other warps, 1 to 3.
     template <Division division>
-    __device__ __forceinline__ static void other_warps(Shared &shared, const CUtensorMap *q, const CUtensorMap *r, const CUtensorMap *out,
-                                                       const Params &p, int warp) {
+    __device__ __forceinline__ static void other_warps(Shared &shared, const ForwardMaps &maps, const Params &p, int warp) {
         if (warp <= p.consumers) {
-            RowsOfItems<F16, division> rows{{shared, p, out, warp == 1}, q, r};
+            RowsOfItems<F16, division> rows{{shared, maps, p, warp == 1}};
             return load_items(rows, [=](auto body) { body(warp - 1); });
         }
         wait_for_cluster_and_predecessor(p);

@@ -25,7 +25,7 @@ __device__ __forceinline__ void load_rows(Tile &dst, int at, const CUtensorMap *
 }
 
 // Prefetches to the L2 the tiles that fill the ring first. A hint: right even while the kernel before this one writes them. By one thread.
-template <int d_h, Division division> __device__ __forceinline__ void prefetch_weights(const WeightMaps &maps, const ForwardParams &p) {
+template <int d_h, Division division> __device__ __forceinline__ void prefetch_weights(const ForwardMaps &maps, const ForwardParams &p) {
     using P = ForwardPolicy<d_h>;
     const int own_row = p.row_ctas > 1 ? tile_inter / p.row_ctas * kittens::cluster_ctarank() : 0;
     Work work;
@@ -42,7 +42,7 @@ template <int d_h, Division division> __device__ __forceinline__ void prefetch_w
 // By one thread. CTAs of a pair each fetch a part of the rows of a tile and multicast it. Every instruction of the loop over the tiles
 // delays the refill of a slot: ptxas keeps coordinates in uniform registers only if this thread runs alone from the beginning of its code.
 template <int d_h, typename T, bool multicast, Division division>
-__device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, const WeightMaps &maps, const ForwardParams &p) {
+__device__ __forceinline__ void load_weights(ForwardShared<d_h, T> &shared, const ForwardMaps &maps, const ForwardParams &p) {
     using P = ForwardPolicy<d_h>;
     auto &sem = shared.semaphores;
     Ring<P::slots> ring;
@@ -115,7 +115,6 @@ template <typename Format, Division division> struct RowsOfItems : RowLoader<For
     static constexpr int d_h = Format::d_h, lag = ForwardPolicy<d_h>::q_in_registers ? 2 : 1;  // Q is read an item ahead, or not
     static constexpr int unhurried_tiles = 48 * 128 / d_h;  // 25 us: an item of so many tiles covers the slow load of the next item's gate
     using P = ForwardPolicy<d_h>;
-    const CUtensorMap *map_q, *map_r;
     int ahead = 0;  // tiles of the item before
 
     __device__ __forceinline__ void before_predecessor(int) {}
@@ -129,10 +128,10 @@ template <typename Format, Division division> struct RowsOfItems : RowLoader<For
         const int first = item.subnet;
         if (this->leader) {
             kittens::tma::expect_bytes(full, P::row_tile_bytes + (p.gate.tiles ? P::gate_chunk_bytes : 0));
-            this->load_q(warpgroup, map_q, item, full);
+            this->load_q(warpgroup, item, full);
             if (P::gate_early && p.gate.tiles)  // from a multiple of 16 bytes on: TMA takes no other column
-                tma::load_async(gate.values, map_r, int3{item.head * p.subnets + first - item.gate_column, item.token, item.sequence},
-                                full);
+                tma::load_async(gate.values, this->maps.r,
+                                int3{item.head * p.subnets + first - item.gate_column, item.token, item.sequence}, full);
         }
         if (P::gate_early && p.gate.kind < Gate::w_float) {
             if (!p.gate.tiles) {
