@@ -1,5 +1,6 @@
-"""The standalone harnesses: one shape without Python, each result against fp64. FLASHMHF_BUILD names the CMake build
-folder of them. What the planner can choose is here, and a test without a GPU asks it."""
+"""The standalone harnesses: one shape without Python, each result against fp64; and every tile operation of
+thunderkittens/ that the kernels use, against the host. FLASHMHF_BUILD names the CMake build folder of both. What the
+planner can choose is here, and a test without a GPU asks it."""
 
 import os
 import subprocess
@@ -12,7 +13,11 @@ SMALL = ("T=300", "H=2", "E=3", "d_e=80")
 
 
 def harness(direction: str) -> Path:
-    path = Path(os.environ.get("FLASHMHF_BUILD", "FLASHMHF_BUILD")) / f"{direction}_harness"
+    return built(f"{direction}_harness")
+
+
+def built(program: str) -> Path:
+    path = Path(os.environ.get("FLASHMHF_BUILD", "FLASHMHF_BUILD")) / program
     if not path.exists():
         pytest.skip(f"{path} does not exist: FLASHMHF_BUILD names the CMake build folder with the target {path.name}")
     return path
@@ -205,3 +210,11 @@ def test_values_of_every_plan(direction, kind, call):
             )
         ]
     assert all(text in done.stdout for text in said), done.stdout
+
+
+@pytest.mark.gpu
+def test_every_tile_operation():
+    done = subprocess.run([built("kittens_tests")], capture_output=True, text=True, timeout=120)
+    failed = [line for line in done.stdout.splitlines() if not line.startswith("PASS")]
+    assert done.returncode == 0, "\n".join(failed) + done.stderr
+    assert done.stdout.count("PASS") >= 51

@@ -87,11 +87,7 @@ DAMAGED = {  # kind, what is done to its directory, and the error
     "no FlashMHF": ("replaced", partial(networks, {"model.layers.0.mlp": {"experts": 2}}), "no FlashMHF for .*experts"),
     "no sizes": ("replaced", partial(networks, {"model.layers.0.mlp": 3}), "has no FlashMHF for model.layers.0.mlp"),
     "no names": ("replaced", partial(networks, ["model.layers.0.mlp"]), "flashmhf_networks is ..model"),
-    "another type": (
-        "replaced",
-        partial(configured, quantization_config=[]),
-        "configuration in .* not that of a model",
-    ),
+    "another type": ("replaced", partial(configured, quantization_config=[]), "configuration in .* not that of a mo"),
     "a list of types": ("own", partial(configured, model_type=["flashmhf"]), "configuration in .* not that of a model"),
     "a list": ("own", partial(written, text="[]"), "model_type|configuration in .* is not that of a model"),
     "null": ("own", partial(written, text="null"), "configuration in .* is not that of a model"),

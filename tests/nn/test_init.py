@@ -17,6 +17,7 @@ D_MODEL, LAYERS, TOKENS = 256, 6, 4096
 
 def networks():
     settings = {"dtype": torch.float64}
+    normed = settings | {"q_norm": True}
     return {
         "flashmhf": flashmhf.FlashMHF(D_MODEL, 4, 3, 112, **settings),
         "flashmhf-heads-of-128": flashmhf.FlashMHF(D_MODEL, 2, 5, 64, **settings),
@@ -24,12 +25,8 @@ def networks():
         "swiglu": flashmhf.SwiGLU(D_MODEL, 704, **settings),
         "pkv": flashmhf.ParametricKV(D_MODEL, 4, 528, **settings),
         "dense_moe": flashmhf.DenseMoE(D_MODEL, 4, 176, **settings),
-        "options": flashmhf.FlashMHF(
-            D_MODEL, 4, 3, 112, num_kv_heads=2, q_norm=True, bias=True, activation="gelu", **settings
-        ),
-        "no-projections": flashmhf.MHFFN(
-            D_MODEL, 4, 352, q_norm=True, skip_linear=True, activation="relu2", **settings
-        ),
+        "options": flashmhf.FlashMHF(D_MODEL, 4, 3, 112, num_kv_heads=2, bias=True, activation="gelu", **normed),
+        "no-projections": flashmhf.MHFFN(D_MODEL, 4, 352, skip_linear=True, activation="relu2", **normed),
         "biased-swiglu": flashmhf.SwiGLU(D_MODEL, 704, bias=True, **settings),
     }
 

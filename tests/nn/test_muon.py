@@ -89,8 +89,8 @@ def holding(**parts: nn.Module | nn.Parameter) -> nn.Module:
     return model
 
 
-def weight(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(shape))
+def weight(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=dtype))
 
 
 def tied(first: str, **parts: nn.Module) -> nn.Module:
@@ -350,48 +350,40 @@ def test_what_cannot_be_stepped_is_refused_before_any_group_is(order):
 
 
 def test_refusals():
-    model = make_model()
-    for error, message, settings in (
-        (TypeError, "outputs must be torch.nn.Modules, got str", {"outputs": ["head"]}),
-        (TypeError, "outputs must be a list of .* got Linear", {"outputs": model.head}),
-        (ValueError, "outputs has weights that model has not; supported: pa", {"outputs": [copy.deepcopy(model.head)]}),
-        (TypeError, "muon must be a bool, got str", {"muon": "no"}),
-    ):
-        with pytest.raises(error, match=message):
-            flashmhf.param_groups(model, 1.0, 0.1, **{"muon": True} | settings)
-    with pytest.raises(ValueError, match=r"muon=True holds a parameter of shape \[4\]"):
-        flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4))], "muon": True}])
-    with pytest.raises(
-        TypeError, match="a parameter in a group with muon=True has dtype complex64; supported: bfloat16"
-    ):
-        flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))], "muon": True}])
-    for name, muon in (("maximize", True), ("amsgrad", False), ("differentiable", False)):
-        with pytest.raises(ValueError, match=f"muon={muon} has {name}=True; supported: False"):
-            flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4, 4))], "muon": muon, name: True}])
-    with pytest.raises(TypeError, match="a group's muon must be a bool, got str"):
-        flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4, 4))], "muon": "false"}])
-    table = nn.Embedding(4, 4, sparse=True)
+    def group(*shape: int, dtype: torch.dtype | None = None, muon: object = True, **settings: bool) -> list[dict]:
+        return [{"params": [weight(*shape, dtype=dtype)], "muon": muon, **settings}]
+
+    model, layer, table = make_model(), nn.Linear(4, 4), nn.Embedding(4, 4, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
-        flashmhf.Muon([{"params": table.parameters(), "muon": False}]).step()
-    for name, value in (("lr", -1.0), ("weight_decay", float("nan")), ("momentum", 1.0)):
-        with pytest.raises(ValueError, match=f"{name} is"):
-            flashmhf.Muon([{"params": [nn.Parameter(torch.zeros(4))], "muon": False}], **{name: value})
-    layer = nn.Linear(4, 4)
-    # AdamW for everything, without a word
-    with pytest.raises(ValueError, match="a group has no key 'muon'; supported: .* muon=True"):
-        flashmhf.Muon(layer.parameters())
-    groups = flashmhf.param_groups(layer, 1e-3, 0.1, muon=True, outputs=[])
-    optimizer = flashmhf.Muon(groups)
-    state = optimizer.state_dict()
-    for group in state["param_groups"]:
-        group["maximize"] = True  # AdamW's have it
-    with pytest.raises(ValueError, match="muon=True has maximize=True; supported: False"):
-        optimizer.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"groups with muon = \[None\]; this optimizer's have \[True, False\]"):
-        optimizer.load_state_dict(torch.optim.AdamW(layer.parameters()).state_dict())
-    other = torch.optim.AdamW(groups)
     layer(torch.ones(1, 4)).sum().backward()
+    groups = flashmhf.param_groups(layer, 1e-3, 0.1, muon=True, outputs=[])
+    optimizer, other, elsewhere = flashmhf.Muon(groups), torch.optim.AdamW(groups), [copy.deepcopy(model.head)]
     other.step()
-    with pytest.raises(ValueError, match="state_dict lacks momentum of parameter 0: another optimizer's"):
-        optimizer.load_state_dict(other.state_dict())
+    maximised = optimizer.state_dict()
+    maximised["param_groups"] = [each | {"maximize": True} for each in maximised["param_groups"]]  # AdamW's have it
+    groups_of, load = partial(flashmhf.param_groups, model, 1.0, 0.1), optimizer.load_state_dict
+    for error, message, call, *given in (
+        (TypeError, "outputs must be torch.nn.Modules, got str", partial(groups_of, muon=True, outputs=["head"])),
+        (TypeError, "outputs must be a list of .* got Linear", partial(groups_of, muon=True, outputs=model.head)),
+        (ValueError, "outputs has weights that model has not; ", partial(groups_of, muon=True, outputs=elsewhere)),
+        (TypeError, "muon must be a bool, got str", partial(groups_of, muon="no")),
+        (ValueError, r"muon=True holds a parameter of shape \[4\]", flashmhf.Muon, group(4)),
+        (TypeError, "a parameter in a group with muon=True has dtype complex64; supported: bfloat16", flashmhf.Muon,
+         group(4, 4, dtype=torch.complex64)),
+        *((ValueError, f"muon={muon} has {name}=True; supported: False", flashmhf.Muon,
+           group(4, 4, muon=muon, **{name: True}))
+          for name, muon in (("maximize", True), ("amsgrad", False), ("differentiable", False))),
+        (TypeError, "a group's muon must be a bool, got str", flashmhf.Muon, group(4, 4, muon="false")),
+        (RuntimeError, "does not support sparse gradients",
+         flashmhf.Muon([{"params": table.parameters(), "muon": False}]).step),
+        *((ValueError, f"{name} is", partial(flashmhf.Muon, **{name: value}), group(4, muon=False))
+          for name, value in (("lr", -1.0), ("weight_decay", float("nan")), ("momentum", 1.0))),
+        # AdamW for everything, without a word
+        (ValueError, "a group has no key 'muon'; supported: .* muon=True", flashmhf.Muon, layer.parameters()),
+        (ValueError, "muon=True has maximize=True; supported: False", load, maximised),
+        (ValueError, r"groups with muon = \[None\]; this optimizer's have \[True, False\]", load,
+         torch.optim.AdamW(layer.parameters()).state_dict()),
+        (ValueError, "state_dict lacks momentum of parameter 0: another optimizer's", load, other.state_dict()),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call(*given)
