@@ -95,9 +95,11 @@ def autocasts(device_type: str) -> bool:
     return has_autocast and torch.is_autocast_enabled(device_type)
 
 
+any_autocast: Callable[[], bool] = find("torch._C._is_any_autocast_enabled", lambda: True)
 transforms: Callable[[], bool] = find("torch._C._are_functorch_transforms_active", lambda: True)
 function_modes: Callable[[], int] = find("torch._C._len_torch_function_stack", lambda: 1)
 _mode_stack: Callable[[], list] | None = find("torch.overrides._get_current_function_mode_stack")
+_is_traced: Callable[[], bool] = find("torch._C._is_tracing", torch.jit.is_tracing)
 _dispatch_modes: Callable[[], int] = find("torch._C._len_torch_dispatch_stack", lambda: 1)
 # by the operators' names
 is_profiled: Callable[[], bool] = find("torch._C._autograd._profiler_enabled", lambda: True)
@@ -117,15 +119,18 @@ def is_watched() -> bool:
     return (
         _dispatch_modes() > 0
         or transforms()
-        or torch.jit.is_tracing()
+        or _is_traced()
         or getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
         or (function_modes() > 0 and has_function_mode())
     )
 
 
+_module_hooks = torch.nn.modules.module
+
+
 def has_global_hooks() -> bool:
     """Return whether hooks of every module's forward or backward are registered."""
-    hooks = torch.nn.modules.module
+    hooks = _module_hooks
     try:
         forward = hooks._global_forward_pre_hooks or hooks._global_forward_hooks
         return bool(forward or hooks._global_backward_pre_hooks or hooks._global_backward_hooks)

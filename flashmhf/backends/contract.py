@@ -12,25 +12,21 @@ import torch
 from torch import Tensor
 
 
-class ProjectionWeights(NamedTuple):
-    """A linear layer x W^T + b: W [N, K] in x's dtype, b [N] or None."""
-
-    w: Tensor
-    bias: Tensor | None = None
-
-
 class LayerWeights(NamedTuple):
-    """The weights of a whole layer: out_proj(S(q_norm(in_proj(x)))).
+    """The weights of a whole layer: out_proj(S(q_norm(in_proj(x)))), in the order of the operators' operands.
 
-    networks: k, u, v [H_kv, E, d_e, d_h] in x's dtype, or k8, u8, v8 and scales as in
-    :class:`flashmhf.quantize.PackedWeights`. router [H, d_h, E], or None for a network without gate; q_norm [H, d_h].
+    in_w [H d_h, d_model], out_w [d_model, H d_h] and biases in x's dtype. networks: k, u, v [H_kv, E, d_e, d_h] in x's
+    dtype, or k8, u8, v8 and scales as in :class:`flashmhf.quantize.PackedWeights`. router [H, d_h, E], or None for a
+    network without gate; q_norm [H, d_h].
     """
 
-    in_proj: ProjectionWeights
+    in_w: Tensor
+    in_bias: Tensor | None
     networks: tuple[Tensor, ...]
     router: Tensor | None
     eps: float
-    out_proj: ProjectionWeights
+    out_w: Tensor
+    out_bias: Tensor | None
     q_norm: Tensor | None = None
     q_norm_eps: float = 0.0
 

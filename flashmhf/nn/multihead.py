@@ -12,7 +12,7 @@ from torch.types import Device
 
 from .. import checks, reference, torch_private
 from ..backends import REFERENCE
-from ..backends.contract import LayerWeights, ProjectionWeights
+from ..backends.contract import LayerWeights
 from ..checks import divisor, epsilon, flag, positive
 from ..ops import layer
 from .init import GATED_VARIANCE
@@ -131,6 +131,7 @@ class RoutedHeads(Heads):
         "_heads", "query", "split_heads", "normalise", "_run_networks", "_networks", "join_heads",
     )  # fmt: skip
     _DEFINED: ClassVar[tuple[object, ...]]
+    _OWN: ClassVar[tuple[str, ...]]  # what an instance may have instead of its class or of a part
     router_eps = constant("router_eps")
     backend: str
     activation: str
@@ -139,6 +140,7 @@ class RoutedHeads(Heads):
     def define(cls) -> None:
         """Hold the methods of the class, before a program can change them."""
         cls._DEFINED = _methods(cls)
+        cls._OWN = ("_call_impl", "in_proj", "out_proj", *cls.TENSORS, *cls.METHODS)
 
     def _networks(self) -> tuple[Tensor, ...]:
         """Return the tensors of the heads' networks, [H_kv, E, ...]."""
@@ -171,30 +173,29 @@ class RoutedHeads(Heads):
         if not self._is_plain() or (is_dynamo_compiling() and not stays_plain(self, self.METHODS)):
             return None
         modules, own = self._modules, self._parameters or self._buffers  # attributes take the host a microsecond each
-        first, last, q_norm = modules["in_proj"]._parameters, modules["out_proj"]._parameters, modules.get("q_norm")
-        tensors: tuple[Tensor, ...] = ()
-        for name in self.TENSORS:
-            tensors += (own[name],)
-        *networks, router = tensors
-        if networks[0].dim() != 4:
-            networks = self._networks()
-        ends = ProjectionWeights(first["weight"], first["bias"]), ProjectionWeights(last["weight"], last["bias"])
+        try:
+            first, last, q_norm = modules["in_proj"]._parameters, modules["out_proj"]._parameters, modules.get("q_norm")
+            tensors = tuple(map(own.__getitem__, self.TENSORS))
+        except (AttributeError, KeyError):
+            return None  # one of them has been deleted, or set to None
+        networks = tensors[:-1] if tensors[0].dim() == 4 else self._networks()
         norm = (None, 0.0) if q_norm is None else (q_norm._parameters["weight"], q_norm.eps)
-        return LayerWeights(ends[0], tuple(networks), router, float(self._router_eps), ends[1], *norm)
+        return LayerWeights(
+            first["weight"], first["bias"], networks, tensors[-1], float(self._router_eps), last["weight"],
+            last["bias"], *norm,
+        )  # fmt: skip
 
     @torch_private.constant_in_graphs
     def _is_plain(self) -> bool:
         """Return whether that holds now; a compiled graph holds the answer of when it was made."""
-        kind, own = type(self), self._parameters or self._buffers
+        kind, own = type(self), self.__dict__
         if (methods := _methods(kind)) != kind._DEFINED and not are_traced(methods, kind._DEFINED):
             return False
-        if not self.__dict__.keys().isdisjoint(_NAMES):
+        # what is a function, not a module, is no part either; q_norm may be None
+        if not own.keys().isdisjoint(kind._OWN) or own.get("q_norm") is not None:
             return False
-        is_subclass = "_DEFINED" not in kind.__dict__
-        for name in self.TENSORS:
-            # computed, as by pruning, or by a property of a subclass
-            if own.get(name) is None or (is_subclass and hasattr(kind, name)):
-                return False
+        if "_DEFINED" not in kind.__dict__ and any(hasattr(kind, name) for name in self.TENSORS):
+            return False  # properties of a subclass
         return are_plain(self._modules, _PARTS)
 
     def extra_repr(self) -> str:
@@ -204,7 +205,6 @@ class RoutedHeads(Heads):
 
 
 _methods = operator.attrgetter("__call__", "_call_impl", "__getattr__", "router_eps", *RoutedHeads.METHODS)
-_NAMES = ("_call_impl", "in_proj", "k", "k8", "u", "u8", "v", "v8", "scales", "router", *RoutedHeads.METHODS)
 
 
 class MultiHead(Heads, Network):

@@ -20,7 +20,7 @@ _LINEAR = functional.linear
 _METHODS = ("forward", "__call__", "_call_impl", "__getattr__")
 _methods = operator.attrgetter(*_METHODS)
 _DATA = ("weight", "bias")
-_OWN = (*_METHODS, "_compiled_call_impl", *_DATA)  # what an instance may have instead of its class
+_OWN = ("forward", "_call_impl", "_compiled_call_impl", *_DATA)  # what an instance may have instead of its class
 _DEFINED: dict[type[nn.Module], tuple[object, ...]] = {}  # the methods of a part's class as it was defined
 
 
@@ -56,17 +56,18 @@ def are_plain(modules: Mapping[str, nn.Module | None], kinds: Mapping[str, type[
         part = modules.get(name)
         if part is None:
             continue
-        own, defined = type(part), _DEFINED[kind]
-        if (methods := _methods(own)) != defined and not are_traced(methods, defined):
+        cls, defined = type(part), _DEFINED[kind]
+        if (methods := _methods(cls)) != defined and not are_traced(methods, defined):
             return False
-        if not part.__dict__.keys().isdisjoint(_OWN):
+        if cls not in _DEFINED and any(hasattr(cls, name) for name in _DATA):
             return False
-        if part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks:
+        own = part.__dict__  # attributes of a module take the host twice as long
+        if not own.keys().isdisjoint(_OWN):
             return False
-        if own not in _DEFINED and any(hasattr(own, name) for name in _DATA):
+        if own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]:
             return False
         # what a parametrisation, pruning or spectral_norm computes is no parameter
-        parameters = part._parameters
+        parameters = own["_parameters"]
         if parameters.get("weight") is None or (kind is nn.Linear and "bias" not in parameters):
             return False
     return True

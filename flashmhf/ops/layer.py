@@ -16,8 +16,8 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional
 
 from .. import backends, checks, reference
-from ..backends.contract import LayerWeights, ProjectionWeights
-from ..torch_private import autocasts, function_modes, has_function_mode
+from ..backends.contract import LayerWeights
+from ..torch_private import any_autocast, autocasts, function_modes, has_function_mode
 from .library import ORDINARY, define, is_direct, register_vmap
 
 CHUNK_TOKENS = 16384  # more tokens run in equal chunks of at most this many: one chunk of Q and S at a time
@@ -34,34 +34,32 @@ class Call(NamedTuple):
 
 def _describe(count: int, x: Tensor, in_w: Tensor, in_bias: Tensor | None, *operands: Any, **how: str) -> Call:
     """Return the call of an operator whose heads' networks are ``count`` tensors, by the order of its signature."""
-    networks, (w, eps, out_w, out_bias, *norm) = operands[:count], operands[count:]
-    ends = ProjectionWeights(in_w, in_bias), ProjectionWeights(out_w, out_bias)
-    return Call(x, LayerWeights(ends[0], networks, w, eps, ends[1], *norm), **how)
+    return Call(x, LayerWeights(in_w, in_bias, operands[:count], *operands[count:]), **how)
 
 
 def _check(call: Call) -> None:
     """Raise for weights that do not belong together or to x; the operators of the heads' networks check the rest."""
     x, weights, _, activation = call
-    in_proj, networks, _, _, out_proj, q_norm, q_norm_eps = weights
+    in_w, in_bias, networks, _, _, out_w, out_bias, q_norm, q_norm_eps = weights
     name = "k8" if len(networks) == 4 else "k"
-    checks.tensors(x=x, in_w=in_proj.w, out_w=out_proj.w, **{name: networks[0]})
+    checks.tensors(x=x, in_w=in_w, out_w=out_w, **{name: networks[0]})
     checks.activation(activation)
     checks.floating("x", x)
     checks.weight_shape(networks[0], name)
     kv_heads, _, _, head_dim = networks[0].shape
-    inner = in_proj.w.shape[0] if in_proj.w.dim() == 2 else 0
+    inner = in_w.shape[0] if in_w.dim() == 2 else 0
     if not inner or inner % (kv_heads * head_dim):
         expected = f"[H d_h, d_model] with a multiple of H_kv d_h = {kv_heads * head_dim} from {name}"
-        raise ValueError(f"in_w has shape {list(in_proj.w.shape)}; expected {expected}")
-    if out_proj.w.dim() != 2 or out_proj.w.shape[1] != inner:
+        raise ValueError(f"in_w has shape {list(in_w.shape)}; expected {expected}")
+    if out_w.dim() != 2 or out_w.shape[1] != inner:
         expected = f"[d_model, H d_h] with H d_h = {inner} from in_w"
-        raise ValueError(f"out_w has shape {list(out_proj.w.shape)}; expected {expected}")
-    if x.dim() < 1 or x.shape[-1] != in_proj.w.shape[1]:
-        expected = f"[..., d_model] with d_model = {in_proj.w.shape[1]} from in_w"
+        raise ValueError(f"out_w has shape {list(out_w.shape)}; expected {expected}")
+    if x.dim() < 1 or x.shape[-1] != in_w.shape[1]:
+        expected = f"[..., d_model] with d_model = {in_w.shape[1]} from in_w"
         raise ValueError(f"x has shape {list(x.shape)}; expected {expected}")
     checks.not_negative("q_norm_eps", q_norm_eps)
-    for end, projection in (("in", in_proj), ("out", out_proj)):
-        checks.projection(end, projection.w, projection.bias, x)
+    checks.projection("in", in_w, in_bias, x)
+    checks.projection("out", out_w, out_bias, x)
     if q_norm is not None:  # in any floating dtype
         checks.floating("q_norm", q_norm)
         checks.expect_device("q_norm", q_norm, x, of="x")
@@ -74,9 +72,8 @@ def _contiguous(weights: LayerWeights) -> LayerWeights:
     return weights._replace(networks=tuple(w.contiguous() for w in weights.networks), router=router)
 
 
-def _project(x: Tensor, projection: ProjectionWeights, out: Tensor | None = None) -> Tensor:
+def _project(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
     """Return x W^T + b, written into ``out`` [T, N] if there is one."""
-    w, bias = projection
     if out is None:
         return functional.linear(x, w, bias)
     return torch.mm(x, w.t(), out=out) if bias is None else torch.addmm(bias, x, w.t(), out=out)
@@ -97,9 +94,9 @@ def _run_networks(q: Tensor, weights: LayerWeights, backend: str, activation: st
 
 def _by_parts(x: Tensor, weights: LayerWeights, backend: str, activation: str, out: Tensor | None = None) -> Tensor:
     """Run the layer by its parts. ``out`` [T, d_model] takes the result and, where it is as wide, Q before it."""
-    q_out = out if out is not None and out.shape[1] == weights.in_proj.w.shape[0] else None
-    summed = _run_networks(_project(x, weights.in_proj, q_out), weights, backend, activation)
-    return _project(summed, weights.out_proj, out)
+    q_out = out if out is not None and out.shape[1] == weights.in_w.shape[0] else None
+    summed = _run_networks(_project(x, weights.in_w, weights.in_bias, q_out), weights, backend, activation)
+    return _project(summed, weights.out_w, weights.out_bias, out)
 
 
 def values(call: Call) -> Tensor:
@@ -125,7 +122,7 @@ def values(call: Call) -> Tensor:
 
 def _by_chunks(x: Tensor, weights: LayerWeights, backend: str, activation: str) -> Tensor:
     """Run the layer in chunks of tokens. The peak memory beyond x is the result and S of one chunk."""
-    out = x.new_empty((*x.shape[:-1], weights.out_proj.w.shape[0]))
+    out = x.new_empty((*x.shape[:-1], weights.out_w.shape[0]))
     rows, results = x.flatten(0, -2), out.flatten(0, -2)
     chunks = -(-len(rows) // CHUNK_TOKENS)
     for x_chunk, out_chunk in zip(rows.tensor_split(chunks), results.tensor_split(chunks), strict=True):
@@ -136,8 +133,8 @@ def _by_chunks(x: Tensor, weights: LayerWeights, backend: str, activation: str) 
 def _fake(call: Call) -> Tensor:
     x, weights, backend, activation = call
     _check(call)
-    _run_networks(x.new_empty((*x.shape[:-1], weights.in_proj.w.shape[0])), _contiguous(weights), backend, activation)
-    return x.new_empty((*x.shape[:-1], weights.out_proj.w.shape[0]))
+    _run_networks(x.new_empty((*x.shape[:-1], weights.in_w.shape[0])), _contiguous(weights), backend, activation)
+    return x.new_empty((*x.shape[:-1], weights.out_w.shape[0]))
 
 
 def _in_graph(call: Call) -> Tensor | None:
@@ -164,8 +161,8 @@ def call(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: st
     """Return the layer's result [..., d_model] in x's dtype, by the operator that these weights need. in_proj and
     out_proj may hold the heads of one rank: the result is then its part of the sum over the ranks.
     """
-    in_proj, networks, router, eps, out_proj, *norm = weights
-    operands = (x, *in_proj, *networks, router, eps, *out_proj, *norm)
+    in_w, in_bias, networks, *rest = weights
+    operands = (x, in_w, in_bias, *networks, *rest)
     if len(networks) == 4:  # packed
         return _FP8_LAYER(*operands, backend=backend)
     return _LAYER(*operands, backend=backend, activation=activation)
@@ -176,10 +173,10 @@ def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str
     matter: a gradient is wanted, somebody watches the calls of its parts, or a tensor is not PyTorch's own or x not as
     the weights are.
     """
-    in_proj, networks, router, _, out_proj, q_norm, _ = weights
-    if x.dtype != in_proj.w.dtype or x.device != in_proj.w.device:
+    in_w, in_bias, networks, router, _, out_w, out_bias, q_norm, _ = weights
+    if x.dtype != in_w.dtype or x.device != in_w.device:
         return None
-    tensors = (x, *in_proj, *networks, router, *out_proj, q_norm)
+    tensors = (x, in_w, in_bias, *networks, router, out_w, out_bias, q_norm)
     if is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -188,7 +185,7 @@ def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str
         watched = function_modes() > 0 and has_function_mode()
         if watched or (not x.is_meta and is_autocast_enabled(x.device.type)):
             return None
-    elif autocasts(x.device.type):
+    elif any_autocast() and autocasts(x.device.type):
         return None
     elif is_direct(*tensors):
         return values(Call(x, weights, backend, activation))

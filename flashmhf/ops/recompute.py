@@ -58,8 +58,8 @@ def heads(x: Tensor, weights: LayerWeights, backend: str, deterministic: bool | 
     """
     if torch.compiler.is_compiling() or torch_private.is_watched():
         return None
-    in_proj, networks, router, eps, _, q_norm, q_norm_eps = weights
-    tensors = [x, *in_proj, *networks]
+    in_w, in_bias, networks, router, eps, _, _, q_norm, q_norm_eps = weights
+    tensors = [x, in_w, in_bias, *networks]
     if torch_private.autocasts(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         tensors, router = [cast(tensor, dtype) for tensor in tensors], widen(router, dtype)

@@ -110,6 +110,11 @@ class OtherMix(flashmhf.FlashMHF):
         return 2 * super()._run_networks(q)
 
 
+def by_function(module: nn.Module, part: str) -> None:
+    delattr(module, part)
+    setattr(module, part, lambda x: 2 * x)
+
+
 CHANGED: dict[str, Callable[[nn.Module], object]] = {
     "forward hook": lambda m: m.in_proj.register_forward_hook(double_output),
     "forward pre-hook": lambda m: m.out_proj.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
@@ -117,6 +122,8 @@ CHANGED: dict[str, Callable[[nn.Module], object]] = {
     "replaced projection": lambda m: setattr(m, "out_proj", nn.Sequential(m.out_proj)),
     "subclassed projection": lambda m: setattr(m.in_proj, "__class__", doubled(type(m.in_proj))),
     "replaced q_norm": lambda m: setattr(m, "q_norm", nn.Identity()),
+    "q_norm by a function": lambda m: by_function(m, "q_norm"),
+    "out_proj by a function": lambda m: by_function(m, "out_proj"),
     "patched projection": lambda m: setattr(m.in_proj, "forward", lambda x: 2 * x),
     "patched part": lambda m: setattr(m, "_run_networks", lambda q: 2 * q),
     "part of a subclass": lambda m: setattr(m, "__class__", OtherMix),
@@ -129,7 +136,7 @@ CHANGED: dict[str, Callable[[nn.Module], object]] = {
         m.in_proj, "weight", nn.Parameter(m.in_proj.weight.detach().as_subclass(type("Tagged", (Tensor,), {})))
     ),
 }
-FP8_CHANGED = ("forward hook", "forward pre-hook", "hook on q_norm", "replaced projection", "patched projection")
+FP8_CHANGED = ("forward hook", "hook on q_norm", "replaced projection", "patched projection", "q_norm by a function")
 AROUND: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "global hook": lambda: nn.modules.module.register_module_forward_hook(
         lambda module, args, out: 2 * out if isinstance(module, nn.Linear) else None
@@ -180,6 +187,7 @@ def test_a_compiled_changed_module_runs_its_parts(change, fresh_dynamo):
     ("change", "make"),
     [(name, make) for name in ("replaced projection", "patched projection", "patched part", "pruned k", "autocast")]
     + [(name, make_fp8) for name in ("replaced projection", "patched projection")]
+    + [("q_norm by a function", each) for each in (make, make_fp8)]
     + [("patched linear", each) for each in (make, make_fp8)],
 )
 def test_a_compiled_module_notices_what_pytorchs_own_do(change, make, fresh_dynamo):
@@ -354,8 +362,8 @@ def test_every_operator_is_for_every_device(key):
 def operands(tokens: int) -> dict:
     """The operator's arguments for a network with every option."""
     network = flashmhf.FlashMHF(256, 4, 3, 32, bias=True, q_norm=True).requires_grad_(False)
-    in_proj, networks, router, eps, out_proj, *norm = network._plain_weights()
-    values = (torch.randn(tokens, 256), *in_proj, *networks, router, eps, *out_proj, *norm)
+    in_w, in_bias, networks, *rest = network._plain_weights()
+    values = (torch.randn(tokens, 256), in_w, in_bias, *networks, *rest)
     names = [argument.name for argument in torch.ops.flashmhf.layer.default._schema.arguments]
     return dict(zip(names, values, strict=False))
 

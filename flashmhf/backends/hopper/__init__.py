@@ -150,19 +150,19 @@ def layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
     """Return out_proj(S(q_norm(in_proj(x)))) for x [..., d_model], queued by one call, whose operator checks the
     tensors. Returns None if the network has no gate or a tensor's dtype, shape or layout is not what the kernels read.
     """
-    in_proj, networks, router, eps, out_proj, q_norm, q_norm_eps = weights
+    in_w, in_bias, networks, router, eps, out_w, out_bias, q_norm, q_norm_eps = weights
     if router is None:
         return None
     op = torch.ops.flashmhf_hopper.fp8_layer if len(networks) == 4 else torch.ops.flashmhf_hopper.layer
-    return op(x, *in_proj, q_norm, q_norm_eps, *networks, router, eps, *out_proj)
+    return op(x, in_w, in_bias, q_norm, q_norm_eps, *networks, router, eps, out_w, out_bias)
 
 
 def graph_layer(x: Tensor, weights: LayerWeights) -> Tensor | None:
     """Return the same for fake tensors whose dtypes and shapes are checked, by the operator of compiled graphs."""
-    in_proj, networks, router, eps, out_proj, q_norm, q_norm_eps = weights
-    tensors = (*in_proj, q_norm, *networks, router, *out_proj)
+    in_w, in_bias, networks, router, eps, out_w, out_bias, q_norm, q_norm_eps = weights
+    tensors = (in_w, in_bias, q_norm, *networks, router, out_w, out_bias)
     if router is None or not all(w is None or (w.is_contiguous() and _is_aligned(w)) for w in tensors):
         return None
     ops = torch.ops.flashmhf_hopper
     op = ops.graph_fp8_layer if len(networks) == 4 else ops.graph_layer
-    return op(x, *in_proj, q_norm, q_norm_eps, *networks, router, eps, *out_proj)
+    return op(x, in_w, in_bias, q_norm, q_norm_eps, *networks, router, eps, out_w, out_bias)
