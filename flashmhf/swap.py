@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,31 +46,43 @@ def _why_not_swiglu(module: nn.Module) -> str | None:
 
 @torch.no_grad()
 def _computes_swiglu(module: nn.Module) -> bool:
-    """Return whether the class's forward computes SwiGLU, with layers of two and three features in place of its own.
-    Values are small and large, so that multipliers and clamps show.
+    """Return whether the class's forward computes SwiGLU on a small copy, on small and on large values, so that
+    multipliers and clamps show.
     """
-    small = copy.copy(module)
-    sizes = {module.gate_proj.out_features: 3, module.gate_proj.in_features: 2}
-    vars(small).update({name: sizes.get(size, size) for name, size in vars(module).items() if type(size) is int})
-    parts = module._modules.items()
-    small._modules = {name: nn.Identity() if isinstance(part, nn.Dropout) else part for name, part in parts}
-    small.training = False
     with torch.random.fork_rng([]), torch.autocast("cpu", enabled=False):
         torch.default_generator.manual_seed(0)
-        for name in _PROJECTIONS:
-            old = module._modules[name]
-            shape = sizes[old.in_features], sizes[old.out_features], old.bias is not None
+        small = _small_copy(module)
+        draw = partial(torch.randn, 1, 8, 2, device="cpu", dtype=torch.float32)
+        return all(_agrees(small, scale * draw()) for scale in (1.0, 1e4))
+
+
+def _small_copy(module: nn.Module) -> nn.Module:
+    """Return ``module`` on the CPU without dropout, with layers of two and three features in place of its own."""
+    sizes = {module.gate_proj.out_features: 3, module.gate_proj.in_features: 2}
+    small = copy.copy(module)
+    for name, value in vars(module).items():
+        if type(value) is int:
+            vars(small)[name] = sizes.get(value, value)
+    small.training, small._modules = False, dict(module._modules)
+    for name, part in module._modules.items():
+        if name in _PROJECTIONS:
+            shape = sizes[part.in_features], sizes[part.out_features], part.bias is not None
             small._modules[name] = nn.Linear(*shape, "cpu", torch.float32)
-        for scale in (1.0, 1e4):
-            x = scale * torch.randn(1, 8, 2, device="cpu", dtype=torch.float32)
-            expected = small.down_proj(nn.functional.silu(small.gate_proj(x)) * small.up_proj(x))
-            try:
-                y = type(module).forward(small, x)
-            except Exception:  # a forward of other arguments
-                return False
-            if not isinstance(y, Tensor) or y.shape != x.shape or not (y - expected).norm() <= 1e-3 * expected.norm():
-                return False
-    return True
+        elif isinstance(part, nn.Dropout):
+            small._modules[name] = nn.Identity()
+    return small
+
+
+def _agrees(module: nn.Module, x: Tensor) -> bool:
+    """Return whether the forward of the class of ``module`` gives SwiGLU's values for x."""
+    expected = module.down_proj(nn.functional.silu(module.gate_proj(x)) * module.up_proj(x))
+    try:
+        y = type(module).forward(module, x)
+    except Exception:  # a forward of other arguments
+        return False
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        return False
+    return bool((y - expected).norm() <= 1e-3 * expected.norm())
 
 
 def _experts(block: nn.Module) -> list[nn.Module]:
@@ -76,21 +90,24 @@ def _experts(block: nn.Module) -> list[nn.Module]:
     a matrix of a row per expert, beside as many networks or one tensor of the weights of all.
     """
     parts = []
-    for module in block.children():
-        parts += [*module.children()] if isinstance(module, (nn.ModuleList, nn.ModuleDict)) else [module]
+    for child in block.children():
+        parts += child.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else [child]
     networks = [part for part in parts if _is_gated(part) and _why_not_swiglu(part) is None]
     if not networks or isinstance(block, nn.Sequential):
         return []
     d_model = networks[0].gate_proj.in_features
-    tensors = [(block, each) for each in block.parameters(recurse=False)]
-    tensors += [(part, each) for part in parts if part not in networks for each in part.parameters()]
-    matrices = [(owner, {*each.shape}) for owner, each in tensors if each.dim() == 2]
-    routers = {(owner, *(shape - {d_model})) for owner, shape in matrices if d_model in shape}
-    fused = {(owner, each.shape[0]) for owner, each in tensors if each.dim() == 3 and d_model in each.shape[1:]}
-    for owner, *count in routers:
-        beside = any([size] == count and other is not owner for other, size in fused)
+    others = [(block, each) for each in block.parameters(recurse=False)]
+    others += [(part, each) for part in parts if part not in networks for each in part.parameters()]
+    for owner, router in others:
+        if router.dim() != 2 or d_model not in router.shape:
+            continue
+        count = router.numel() // d_model
+        fused = any(
+            each.dim() == 3 and each.shape[0] == count and d_model in each.shape[1:] and other is not owner
+            for other, each in others
+        )
         # as many networks, or one or two more that run for every token
-        if count and count[0] > 1 and (beside or 0 <= len(networks) - count[0] <= 2):
+        if 1 < count != d_model and (fused or 0 <= len(networks) - count <= 2):
             return networks
     return []
 
@@ -99,26 +116,33 @@ def _is_gated(module: nn.Module) -> bool:
     return module._modules.keys() >= set(_PROJECTIONS)
 
 
-def _check_replaceable(model: nn.Module, networks: dict[str, nn.Module]) -> None:
-    """Refuse what a network carries beside its weights, which would be lost, and what would go on calling it."""
-    for name, network in networks.items():
-        check_not_compiled(name)
-        if hooks := hooks_of(*network.modules(), *network.parameters()):
-            raise ValueError(f"{name} has {hooks}, which would be lost; supported: hooks set afterwards")
-        forward = vars(network).get("forward")
-        known = hasattr(network, "_hf_hook") or getattr(forward, "__module__", "").startswith("liger_kernel")
-        if forward is not None and not known:
-            raise ValueError(f"{name} has a forward of its own, which would be lost; supported: its class's")
-    replaced = {id(part): name for name, network in networks.items() for part in network.modules()}
-    for name, owner in model.named_modules():
-        for key, value in vars(owner).items() if id(owner) not in replaced else ():
-            values = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            )
-            networks_of = (replaced.get(id(getattr(each, "__self__", each))) for each in values)
-            if key != "_modules" and (network := next(filter(None, networks_of), None)):
-                found = f"{f'{name}.{key}'.lstrip('.')} holds {network}, too, and would go on calling it"
-                raise ValueError(f"{found}; supported: networks that modules alone hold")
+def _check_replaceable(name: str, network: nn.Module) -> None:
+    """Refuse what a network carries beside its weights, which would be lost."""
+    check_not_compiled(name)
+    if hooks := hooks_of(*network.modules(), *network.parameters()):
+        raise ValueError(f"{name} has {hooks}, which would be lost; supported: hooks set afterwards")
+    forward = vars(network).get("forward")
+    # accelerate's and Liger's are put there by libraries
+    of_library = hasattr(network, "_hf_hook") or getattr(forward, "__module__", "").startswith("liger_kernel")
+    if forward is not None and not of_library:
+        raise ValueError(f"{name} has a forward of its own, which would be lost; supported: its class's")
+
+
+def _check_held_by_modules(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuse an attribute that holds a network or a method of it, and so would go on calling it."""
+    replaced = {id(part): name for name in names for part in model.get_submodule(name).modules()}
+    for path, owner in model.named_modules():
+        if id(owner) in replaced:
+            continue
+        for key, value in vars(owner).items():
+            if key == "_modules":
+                continue
+            values = value if isinstance(value, list | tuple) else [value]
+            values = value.values() if isinstance(value, dict) else values
+            for each in values:
+                if name := replaced.get(id(getattr(each, "__self__", each))):
+                    found = f"{f'{path}.{key}'.lstrip('.')} holds {name}, too, and would go on calling it"
+                    raise ValueError(f"{found}; supported: networks that modules alone hold")
 
 
 def equal_parameter_sizes(
@@ -163,40 +187,22 @@ def replace_ffn(
     if (num_subnets is None) != (subnet_dim is None):
         raise ValueError(f"num_subnets is {num_subnets} and subnet_dim is {subnet_dim}; give both or neither")
     check_whole("", model)
-    empty = all(parameter.is_meta for parameter in model.parameters())
-    experts = {id(network) for block in model.modules() for network in _experts(block)}
     if adapted := [name for name, module in model.named_modules() if hasattr(module, "base_layer")]:
         supported = "models without, as before get_peft_model or after merge_and_unload()"
         raise ValueError(f"{adapted[0]} is held by an adapter; supported: {supported}")
-    # the names of each network; ids, so that a replaced network's memory is free at once
-    shared: dict[int, list[str]] = {}
-    reasons = []
-    for name, module in model.named_modules(remove_duplicate=False):
-        if not _is_gated(module) or id(module) in experts:
-            continue
-        check_held(name, module, empty)
-        if reason := _why_not_swiglu(module):
-            reasons.append(f"{name or 'model'} {reason}")
-        else:
-            shared.setdefault(id(module), []).append(name)
+    shared = _swiglu_names(model)
     names = [name for members in shared.values() for name in members]
-    if not names:
-        found = f" but experts of mixtures, {len(experts)} of them, which are left alone" if experts else ""
-        found += f": {reasons[0]}" if reasons else ""
-        supported = "gate_proj, up_proj and down_proj that are linear layers, with SiLU between them"
-        raise ValueError(f"{type(model).__name__} has no SwiGLU network{found}; supported: {supported}")
-    if "" in names:
-        found = f"model is itself a SwiGLU network ({type(model).__name__})"
-        raise ValueError(f"{found}, which cannot be replaced in place; supported: the module that holds it")
-    _check_replaceable(model, {name: model.get_submodule(name) for name in names})
-    initializer_range = getattr(getattr(model, "config", None), "initializer_range", INITIALIZER_RANGE)
+    for name in names:
+        _check_replaceable(name, model.get_submodule(name))
+    _check_held_by_modules(model, names)
     if num_layers is None:
         found = (getattr(getattr(part, "config", None), "num_hidden_layers", None) for part in model.modules())
         num_layers = max([len(names), *(count for count in found if isinstance(count, int))])
-    sizes = (num_heads, num_subnets, subnet_dim, initializer_range, positive("num_layers", num_layers))
-    device = kwargs.pop("device", None)
+    initializer_range = getattr(getattr(model, "config", None), "initializer_range", INITIALIZER_RANGE)
+    drawn = {"initializer_range": initializer_range, "num_layers": positive("num_layers", num_layers)}
+    sizes, device = (num_heads, num_subnets, subnet_dim), kwargs.pop("device", None)
     # without memory: whatever is refused is refused before the model changes
-    networks = [_counterpart(model.get_submodule(members[0]), sizes, kwargs) for members in shared.values()]
+    networks = [_counterpart(model.get_submodule(members[0]), sizes, drawn, kwargs) for members in shared.values()]
     models = []
     if "transformers.modeling_utils" in sys.modules:  # else there can be none
         from .models import record
@@ -219,9 +225,38 @@ def replace_ffn(
     return names
 
 
-def _counterpart(swiglu: nn.Module, sizes: tuple[Any, ...], kwargs: dict[str, Any]) -> FlashMHF:
-    """Return the network that takes the place of ``swiglu``, on the meta device."""
-    num_heads, num_subnets, subnet_dim, initializer_range, num_layers = sizes
+def _swiglu_names(model: nn.Module) -> dict[int, list[str]]:
+    """Return the names of each SwiGLU network but experts, by its id: a replaced network's memory is then free at once.
+    Raises ValueError if there is none, or if the model is one itself.
+    """
+    empty = all(parameter.is_meta for parameter in model.parameters())
+    experts = {id(network) for block in model.modules() for network in _experts(block)}
+    found: dict[int, list[str]] = {}
+    reasons = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not _is_gated(module) or id(module) in experts:
+            continue
+        check_held(name, module, empty)
+        if reason := _why_not_swiglu(module):
+            reasons.append(f"{name or 'model'} {reason}")
+        elif not name:
+            lacking = f"model is itself a SwiGLU network ({type(model).__name__}), which cannot be replaced in place"
+            raise ValueError(f"{lacking}; supported: the module that holds it")
+        else:
+            found.setdefault(id(module), []).append(name)
+    if not found:
+        why = f" but experts of mixtures, {len(experts)} of them, which are left alone" if experts else ""
+        why += f": {reasons[0]}" if reasons else ""
+        supported = "gate_proj, up_proj and down_proj that are linear layers, with SiLU between them"
+        raise ValueError(f"{type(model).__name__} has no SwiGLU network{why}; supported: {supported}")
+    return found
+
+
+def _counterpart(
+    swiglu: nn.Module, sizes: tuple[int | None, ...], drawn: dict[str, Any], kwargs: dict[str, Any]
+) -> FlashMHF:
+    """Return the network that takes the place of ``swiglu``, on the meta device. ``drawn``: how its weights will be."""
+    num_heads, num_subnets, subnet_dim = sizes
     weight = swiglu.gate_proj.weight
     d_model = weight.shape[1]
     heads = default_num_heads(d_model) if num_heads is None else positive("num_heads", num_heads)
@@ -232,6 +267,6 @@ def _counterpart(swiglu: nn.Module, sizes: tuple[Any, ...], kwargs: dict[str, An
     bias = not kwargs.get("skip_linear") and any(getattr(swiglu, name).bias is not None for name in _PROJECTIONS)
     settings = {"bias": bias, "dtype": weight.dtype, **kwargs, "device": "meta"}
     network = FlashMHF(d_model, heads, num_subnets, subnet_dim, **settings)
-    network.reset_parameters(initializer_range=initializer_range, num_layers=num_layers)
+    network.reset_parameters(**drawn)
     network.placed = True
     return network.train(swiglu.training)
