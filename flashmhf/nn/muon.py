@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch.optim.adamw import adamw
 
 from ..checks import epsilon, flag, floating
 from ..torch_private import is_dtensor, never_compiled
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in torch.optim.Muon
 STEPS = 5
@@ -54,39 +57,44 @@ def _local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 def _orthogonalise_shards(shards: Tensor, parameter: Tensor) -> Tensor:
     """Return :func:`orthogonalise` of N stacked shards [N, ...] of tensors that are placed as ``parameter`` is.
 
-    Stacks that are sharded by whole matrices, such as K, U and V by heads, stay where they are. Where the matrices
-    themselves are sharded, an all-to-all gives each rank whole matrices of some tensors, and a second one takes back.
+    Stacks that are sharded by whole matrices, such as K, U and V by heads, stay where they are.
     """
     if not is_dtensor(parameter):
         return orthogonalise(shards)
     from torch.distributed.device_mesh import DeviceMesh
+
+    mesh, placements, rows = parameter.device_mesh, parameter.placements, parameter.dim() - 2
+    dims = [dim for dim, at in enumerate(placements) if getattr(at, "dim", -1) >= rows and mesh.size(dim) > 1]
+    # FSDP2's mesh dimension comes first, but it shards tensor parallelism's shards: its placement is a strided one
+    dims.sort(key=lambda dim: (getattr(placements[dim], "split_factor", 1), dim))
+    cuts, shape = [], [len(shards), *parameter.shape]
+    for dim in dims:
+        group = mesh if mesh.ndim == 1 else DeviceMesh.from_group(mesh.get_group(dim), mesh.device_type)
+        at = placements[dim].dim + 1
+        size = shape[at]
+        cuts.append((group, at, size))
+        part = -(-size // group.size())  # as torch.chunk does
+        shape[at] = max(0, min(part, size - part * group.get_local_rank()))
+    return _orthogonalise_cut(shards.to(_precision(shards)), cuts)
+
+
+def _orthogonalise_cut(x: Tensor, cuts: list[tuple[DeviceMesh, int, int]]) -> Tensor:
+    """Return :func:`orthogonalise` of shards [N, ...] of matrices that ``cuts`` divide, outermost first: each a mesh, a
+    dimension of x, and its size before. One all-to-all gives each rank whole matrices of some tensors, one takes back.
+    """
+    if not cuts:
+        return orthogonalise(x)
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh, placements, first = parameter.device_mesh, parameter.placements, parameter.dim() - 2
-    cut = [dim for dim, at in enumerate(placements) if getattr(at, "dim", -1) >= first and mesh.size(dim) > 1]
-    # Outermost first. FSDP2's mesh dimension comes first, but it shards tensor parallelism's shards: strided placement
-    cut.sort(key=lambda dim: (getattr(placements[dim], "split_factor", 1), dim))
-    shape, wholes = [*shards.shape[: first + 1], *parameter.shape[first:]], []
-    for dim in cut:
-        wholes.append(tuple(shape))
-        at = placements[dim].dim + 1
-        step = -(-shape[at] // mesh.size(dim))  # as torch.chunk does
-        shape[at] = max(0, min(step, shape[at] - step * mesh.get_local_rank(dim)))
-    meshes = [mesh if mesh.ndim == 1 else DeviceMesh.from_group(mesh.get_group(dim), mesh.device_type) for dim in cut]
+    *outer, (mesh, at, size) = cuts
+    whole = torch.Size((*x.shape[:at], size, *x.shape[at + 1 :]))
+    stride = torch.empty(whole, device="meta").stride()
 
-    def exchange(local: Tensor, level: int, whole: tuple[int, ...], source: int, target: int) -> Tensor:
-        sizes = {"shape": torch.Size(whole), "stride": torch.empty(whole, device="meta").stride()}
-        tensor = DTensor.from_local(local, meshes[level], [Shard(source)], run_check=False, **sizes)
+    def exchange(local: Tensor, source: int, target: int) -> Tensor:
+        tensor = DTensor.from_local(local, mesh, [Shard(source)], run_check=False, shape=whole, stride=stride)
         return tensor.redistribute(placements=[Shard(target)]).to_local()
 
-    x, ways = shards.to(_precision(shards)), []
-    for level in reversed(range(len(cut))):
-        ways.append((level, (len(x), *wholes[level][1:]), placements[cut[level]].dim + 1))
-        x = exchange(x, *ways[-1], 0)
-    x = orthogonalise(x)
-    for level, whole, at in reversed(ways):
-        x = exchange(x, level, whole, 0, at)
-    return x
+    return exchange(_orthogonalise_cut(exchange(x, at, 0), outer), 0, at)
 
 
 class Muon(torch.optim.Optimizer):
@@ -114,9 +122,10 @@ class Muon(torch.optim.Optimizer):
         *, momentum: float = 0.95, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
         fused: bool | None = None, capturable: bool = False,
     ):  # fmt: skip
-        rates = {"lr": float(lr) if isinstance(lr, Tensor) else lr, "weight_decay": weight_decay, "eps": eps}
-        for name, value in (rates | {"momentum": momentum, "betas[0]": betas[0], "betas[1]": betas[1]}).items():
-            if epsilon(name, value) >= 1 and name not in rates:
+        for name, value in {"lr": lr, "weight_decay": weight_decay, "eps": eps}.items():
+            epsilon(name, float(value) if isinstance(value, Tensor) else value)
+        for name, value in {"momentum": momentum, "betas[0]": betas[0], "betas[1]": betas[1]}.items():
+            if epsilon(name, value) >= 1:
                 raise ValueError(f"{name} is {value}; it must be in [0, 1)")
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
         defaults |= {"fused": fused, "capturable": flag("capturable", capturable), "foreach": None, "maximize": False}
@@ -129,7 +138,7 @@ class Muon(torch.optim.Optimizer):
         own = [key for key in _momentum_keys(param_group) if key in param_group]
         super().add_param_group(param_group)
         group = self.param_groups.pop()  # put back below, if it passes the checks
-        _check("params: a group", group)
+        _check_settings("params: a group", group)
         _join_momentum(group, (own or _momentum_keys(group))[0])
         for parameter in group["params"] if group["muon"] else ():
             if parameter.dim() < 2:
@@ -168,7 +177,7 @@ class Muon(torch.optim.Optimizer):
     @never_compiled
     def _update(self) -> None:
         for group in self.param_groups:  # all of them before any of them is stepped
-            _check("a group", group)
+            _check_settings("a group", group)
             _join_momentum(group)
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.grad.is_sparse:
@@ -178,16 +187,9 @@ class Muon(torch.optim.Optimizer):
                     cause = "as FullyShardedDataParallel and DeepSpeed's ZeRO make them"
                     raise RuntimeError(f"{found}, {cause}; supported: fully_shard, which keeps shapes")
         for group in self.param_groups:
-            alike: dict[Hashable, list[Tensor]] = defaultdict(list)
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                kind = (parameter.shape, parameter.dtype, parameter.device) if group["muon"] else ()
-                # AdamW's kernels take no DTensors beside plain tensors
-                layout = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else ()
-                alike[kind, layout].append(parameter)
-            for parameters in alike.values():
-                (self._step_matrices if group["muon"] else self._step_others)(group, parameters)
+            step = self._step_matrices if group["muon"] else self._step_others
+            for parameters in _alike(group):
+                step(group, parameters)
 
     def _step_matrices(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Update parameters of one shape and placement: all their matrices are one batch."""
@@ -223,6 +225,19 @@ class Muon(torch.optim.Optimizer):
         )  # fmt: skip
 
 
+def _alike(group: dict[str, Any]) -> Iterable[list[Tensor]]:
+    """Return the parameters with gradients by placement, since AdamW's kernels take no DTensors beside plain tensors;
+    for Muon, which stacks them, also by shape, dtype and device.
+    """
+    found: dict[Hashable, list[Tensor]] = defaultdict(list)
+    for parameter in group["params"]:
+        if parameter.grad is not None:
+            kind = (parameter.shape, parameter.dtype, parameter.device) if group["muon"] else ()
+            layout = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else ()
+            found[kind, layout].append(parameter)
+    return found.values()
+
+
 def _momentum_keys(group: dict[str, Any]) -> list[str]:
     """Return where a group may have its momentum, the usual place first."""
     return ["momentum", "betas"] if group["muon"] else ["betas", "momentum"]
@@ -251,7 +266,7 @@ def _check_state(optimizer: Muon, state_dict: dict[str, Any]) -> None:
     if found != expected:
         raise ValueError(f"state_dict has groups with muon = {found}; this optimizer's have {expected}")
     for group in groups:
-        _check("state_dict: a group", group)
+        _check_settings("state_dict: a group", group)
         expected = {"momentum"} if group["muon"] else {"step", "exp_avg", "exp_avg_sq"}
         for index in group["params"]:
             # a parameter without a gradient so far has none
@@ -259,9 +274,9 @@ def _check_state(optimizer: Muon, state_dict: dict[str, Any]) -> None:
                 raise ValueError(f"state_dict lacks {', '.join(lacking)} of parameter {index}: another optimizer's")
 
 
-def _check(found: str, group: dict[str, Any]) -> None:
-    """Refuse what a step would take for something else, and settings of torch.optim.AdamW that it would pass over."""
-    flag(f"{found}'s muon", group["muon"])
-    for name in ("amsgrad", "differentiable", *(("maximize",) if group["muon"] else ())):
+def _check_settings(named: str, group: dict[str, Any]) -> None:
+    """Refuse settings of torch.optim.AdamW that a step would pass over, and a "muon" that is no bool."""
+    is_muon = flag(f"{named}'s muon", group["muon"])
+    for name in ("amsgrad", "differentiable", *(["maximize"] if is_muon else [])):
         if group.get(name):
-            raise ValueError(f"{found} with muon={group['muon']} has {name}=True; supported: False")
+            raise ValueError(f"{named} with muon={is_muon} has {name}=True; supported: False")

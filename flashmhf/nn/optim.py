@@ -53,22 +53,23 @@ def param_groups(
         projection_rate = MUON_PROJECTION_RATE if muon else ADAMW_PROJECTION_RATE
     if not epsilon("projection_rate", projection_rate) > 0:
         raise ValueError(f"projection_rate is {projection_rate}; it must be above 0")
-    # the share of the rate, and the decay
-    projection = projection_rate, weight_decay / projection_rate
-    rates = {"plain": (1.0, weight_decay), "projection": projection, "undecayed": (1.0, 0.0)}
+    shares = {"plain": 1.0, "projection": projection_rate, "undecayed": 1.0}
+    decays = {"plain": weight_decay, "projection": weight_decay / projection_rate, "undecayed": 0.0}
     projections = _parameters_of(model, FlashMHF, "in_proj", "out_proj")
     norms = _parameters_of(model, MultiHead, "q_norm") | _parameters_of(model, (nn.LayerNorm, nn.RMSNorm))
     others = _adamw_weights(model, outputs) if checks.flag("muon", muon) else set()
-    groups: dict[tuple[str, bool], list[Tensor]] = {(kind, matrix): [] for kind in rates for matrix in (False, True)}
+    members: dict[tuple[str, bool], list[Tensor]] = {(kind, matrix): [] for kind in shares for matrix in (False, True)}
     for parameter in filter(lambda each: each.requires_grad, model.parameters()):
-        matrix = "projection" if parameter in projections else "plain"
-        kind = "undecayed" if parameter.dim() < 2 or parameter in norms else matrix
-        groups[kind, muon and kind != "undecayed" and parameter not in others].append(parameter)
-    return [
-        {"params": members, "lr": lr * share, "lr_share": share, "weight_decay": decay}
-        | ({"muon": is_matrix} if muon else {})
-        for (kind, is_matrix), members in groups.items() if members for share, decay in [rates[kind]]
-    ]  # fmt: skip
+        kind = "projection" if parameter in projections else "plain"
+        kind = "undecayed" if parameter.dim() < 2 or parameter in norms else kind
+        members[kind, muon and kind != "undecayed" and parameter not in others].append(parameter)
+    groups = []
+    for (kind, is_matrix), params in members.items():
+        if params:
+            share = shares[kind]
+            group = {"params": params, "lr": lr * share, "lr_share": share, "weight_decay": decays[kind]}
+            groups.append(group | ({"muon": is_matrix} if muon else {}))
+    return groups
 
 
 def _parameters_of(model: nn.Module, kind: type | tuple[type, ...], *parts: str) -> set[Tensor]:
@@ -96,30 +97,27 @@ def _adamw_weights(model: nn.Module, outputs: Iterable[nn.Module | nn.Parameter]
 
 
 def _outputs_of(model: nn.Module, embeddings: set[Tensor], known: set[Tensor]) -> list[nn.Module]:
-    """Return the output layers of ``model``. Raises ValueError where they cannot be told from others.
-
-    Not asked about are parts that say what their output layers are, parameters that are ``known``, and adapters.
+    """Return the output layers of ``model``: those that parts name, or else the one that can be told from others by its
+    size. Raises ValueError for layers that may be some. Parameters that are ``known`` are not, nor are adapters.
     """
-    outputs, clear = [], set(known)
-    for module in model.modules():
-        for way in ("get_output_embeddings", "get_classifier"):
-            if hasattr(module, way) and (output := getattr(module, way)()) is not None:
-                outputs.append(output)
-                clear.update(module.parameters())
-        if hasattr(module, "base_layer"):
-            clear.update({*module.parameters()}.difference(module.base_layer.parameters()))
+    outputs, settled = _named_outputs(model)
+    settled |= known
     of_layers, rows = _parameters_of(model, _MATRICES), {len(weight) for weight in embeddings}
-    taken: set[int] = set()  # the widths that later modules take
-    sized, last, loose, tied = {}, {}, [], False
+    tied = False
+    sized, last = {}, {}  # linear layers: as many outputs as an embedding has rows; outputs that no later module takes
+    loose = []  # matrices of modules that are no layers of PyTorch
+    taken: set[int] = set()
     for name, part in reversed([*model.named_modules()]):
         own = dict(part.named_parameters(recurse=False))
         if isinstance(part, nn.Linear):
-            tied |= not embeddings.isdisjoint(part.parameters())
-            if clear.isdisjoint(part.parameters()):
-                sized |= {name or "model": part} if part.out_features in rows else {}
-                last |= {name or "model": part} if part.out_features not in taken else {}
+            tied = tied or not embeddings.isdisjoint(part.parameters())
+            if settled.isdisjoint(part.parameters()):
+                if part.out_features in rows:
+                    sized[name or "model"] = part
+                if part.out_features not in taken:
+                    last[name or "model"] = part
         elif own.keys() != {"weight", "bias"}:  # those of a linear layer of another class, such as GPT-2's
-            matrices = [key for key, each in own.items() if each.dim() == 2 and each not in of_layers | clear]
+            matrices = (key for key, each in own.items() if each.dim() == 2 and each not in of_layers | settled)
             loose += [f"{name}.{key}".lstrip(".") for key in matrices]
         weights = (each for key, each in own.items() if key != "bias" and each.dim() and each not in embeddings)
         taken |= {getattr(part, "d_model", 0), *(weight.shape[-1] for weight in weights)}
@@ -133,3 +131,18 @@ def _outputs_of(model: nn.Module, embeddings: set[Tensor], known: set[Tensor]) -
         supported = "a list of the output layers, and of parameters that are embeddings; [] if there are none"
         raise ValueError(f"outputs is None, and {named} may be an output layer or embedding; supported: {supported}")
     return outputs
+
+
+def _named_outputs(model: nn.Module) -> tuple[list[nn.Module], set[Tensor]]:
+    """Return the output layers that parts of ``model`` name, and what is settled with it: their parameters, and those
+    of adapters beside the layer that they adapt.
+    """
+    outputs, settled = [], set()
+    for module in model.modules():
+        for way in ("get_output_embeddings", "get_classifier"):
+            if hasattr(module, way) and (output := getattr(module, way)()) is not None:
+                outputs.append(output)
+                settled.update(module.parameters())
+        if hasattr(module, "base_layer"):
+            settled.update({*module.parameters()}.difference(module.base_layer.parameters()))
+    return outputs, settled
