@@ -28,6 +28,19 @@ LENGTH = 4032
 HOST_TOKENS = (1, 16)
 
 
+class _Nothing(torch.autograd.Function):
+    """A node of autograd that only makes its results."""
+
+    @staticmethod
+    def forward(ctx, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty_like(tensors[0])
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
 @dataclass(frozen=True)
 class HostCell:
     """Milliseconds in which the host queues an eager call of the operator behind products of some milliseconds."""
@@ -44,13 +57,19 @@ class HostCell:
         def inference_of(call, *gate) -> None:
             call(*p.operands, *gate, backend="triton")
 
-        def training() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(ops.forward(*leaves, backend="triton"), leaves, p.grad_out)
+        @torch.no_grad()
+        def backward() -> None:
+            ops.backward(p.grad_out, *p.operands, p.r, backend="triton")
+
+        def training(forward) -> None:
+            torch.autograd.grad(forward(*leaves), leaves, p.grad_out)
 
         runs = {
             "forward": functools.partial(inference_of, ops.forward, p.r),
             "gated forward": functools.partial(inference_of, ops.gated_forward, p.w, p.eps),
-            "forward and backward": training,
+            "backward": backward,
+            "forward and backward": functools.partial(training, functools.partial(ops.forward, backend="triton")),
+            "autograd's share": functools.partial(training, _Nothing.apply),
         }
         rows = []
         for name, run in runs.items():
