@@ -57,14 +57,13 @@ def launching(device: torch.device) -> Iterator[None]:
     the interpreter keeps coordinates in global variables.
     """
     with _LOCK:
-        if device.type != "cuda":
+        ready = _THREAD.__dict__.setdefault("ready", set())  # devices whose context this thread has had
+        if device.type != "cuda" or (device.index in ready and torch.cuda.current_device() == device.index):
             yield
             return
         with torch.cuda.device(device):
-            ready = _THREAD.__dict__.setdefault("ready", set())  # devices whose context this thread has
-            if device.index not in ready:
-                driver.make_context_current(device.index)
-                ready.add(device.index)
+            driver.make_context_current(device.index)
+            ready.add(device.index)
             yield
 
 
