@@ -96,9 +96,12 @@ class Plan:
     of the tensors, by their places, that the kernel reads by tensor maps.
     """
 
-    def __init__(self, kernel, device: torch.device, grid: tuple[int, int, int], config: Config, **arguments: Any):
+    def __init__(
+        self, kernel, device: torch.device, grid: tuple[int, int, int], config: Config,
+        boxes: dict[int, Box] | None = None, **arguments: Any,
+    ):  # fmt: skip
         self.kernel, self.device, self.grid, self.config, self.arguments = kernel, device, grid, config, arguments
-        self.boxes: dict[int, Box] = {}
+        self.boxes = boxes or {}
         self.maps: dict[int, TensorDescriptor] = {}
         self.values: tuple[Any, ...] = ()
         self.compiled, self.launch = None, None
@@ -277,15 +280,13 @@ def plan(
         block = [1, 2, config.inter, columns]
         at = 1 if kernel == "forward" else 2
         boxes |= {at: Box(shape, strides, block), at + 2: Box(*(x[:1] + x[2:] for x in (shape, strides, block)))}
-    planned = Plan(
-        getattr(kernels, f"{kernel}_kernel"), device, (*programs, splits), config, T=tokens, H=heads, E=subnets,
+    return Plan(
+        getattr(kernels, f"{kernel}_kernel"), device, (*programs, splits), config, boxes, T=tokens, H=heads, E=subnets,
         d_e=subnet_dim, GROUP=heads // kv_heads, D=head_dim, BD=columns, BT=config.tokens,
         BI=config.inter, EVEN=subnet_dim % config.inter == 0, PAIRED=config.paired, DESCRIPTORS=maps,
         SWAPPED=maps and where.swapped, ACTIVATION=activation, RECIPROCAL=not INTERPRETED,
         BY_BLOCKS=q.dtype == torch.float32, **own, **addressing(q=q, r=r),
     )  # fmt: skip
-    planned.boxes = boxes
-    return planned
 
 
 def forward(
