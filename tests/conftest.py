@@ -76,8 +76,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What the imports made stays: each training run collects garbage, and walking through these objects was a quarter
-    of its time."""
+    """What the imports made stays: walking through it in each collection was a quarter of the training runs' time."""
     gc.collect()
     gc.freeze()
 
@@ -142,8 +141,7 @@ def fresh_dynamo() -> None:
 
 @pytest.fixture(autouse=True)
 def _as_in_a_fresh_process():
-    """transformers' TrainingArguments(torch_compile=True) sets TF32 for the process, and the next test's float32 would
-    have ten bits."""
+    """TrainingArguments(torch_compile=True) sets TF32 for the process: the next test's float32 would have ten bits."""
     torch.manual_seed(0)
     before = torch.get_float32_matmul_precision()
     yield

@@ -1,5 +1,4 @@
-"""Tests of Triton kernels: on a GPU they run as they are, without one on the CPU, in a process whose Triton
-interprets."""
+"""Tests of Triton kernels: as they are on a GPU; without one on the CPU, in a process whose Triton interprets."""
 
 import os
 import pathlib

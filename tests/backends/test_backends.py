@@ -164,8 +164,7 @@ def test_threads_that_come_first_load_the_library_once(monkeypatch, uncached):
 
 
 def machine(monkeypatch, *devices: tuple[str, tuple[int, int]]) -> None:
-    """A machine with these CUDA devices (name, compute capability), the first of them current, and a library that
-    loads."""
+    """A machine with these CUDA devices (name, capability), the first of them current, and a library that loads."""
     index = lambda device: torch.device(device).index or 0  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))

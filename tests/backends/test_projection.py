@@ -161,8 +161,7 @@ def test_module_values(needs_hopper, by_parts, monkeypatch, dtype, tokens, optio
 
 @pytest.mark.parametrize("tokens", [5, 100])
 def test_module_takes_inputs_of_any_layout(needs_hopper, by_parts, tokens):
-    """Rows at a stride, transposed batches, rows that are no multiple of 16 bytes apart, one token without leading
-    dimensions."""
+    """Rows at a stride or off 16 bytes, transposed batches, one token without leading dimensions."""
     module, odd = on_gpu(torch.bfloat16), on_gpu(torch.bfloat16, 288, 3)  # d_model 288: no multiple of 64
     wide = torch.randn(tokens, 3, 520, device="cuda", dtype=torch.bfloat16)
     with torch.inference_mode():

@@ -1,5 +1,4 @@
-"""The backward planner: every tile of tokens of every item exactly once, balanced, within the device's limits. Runs
-without a GPU."""
+"""The backward planner, on any machine: every tile of tokens of every item once, balanced, within the limits."""
 
 import collections
 

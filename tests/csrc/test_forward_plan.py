@@ -1,5 +1,4 @@
-"""The launch planner: every token, head and inter tile exactly once, balanced, within the device's limits. Runs without
-a GPU."""
+"""The forward planner, on any machine: every token, head and inter tile once, balanced, within the limits."""
 
 import collections
 import functools

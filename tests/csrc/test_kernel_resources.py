@@ -1,5 +1,4 @@
-"""Registers and spills of the built kernels, as ptxas reported them, against the budgets of csrc/*/policy.h. How its
-log is read is in tests/repository/test_build.py."""
+"""Registers and spills of the built kernels against csrc/*/policy.h. test_build.py has how ptxas' log is read."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""Cases of test_distributed.py, which run on gloo processes, or on GPUs over NCCL. Every case compares with the same
-computation in one process."""
+"""Cases of test_distributed.py: processes over gloo, or GPUs over NCCL, compute what one process does."""
 
 import copy
 import faulthandler
@@ -204,8 +203,7 @@ def module_cases() -> None:
 
 
 def served_shard() -> None:
-    """The shard of a rank that an engine serves with a real all-reduce, compiled, too, and on a GPU in a CUDA graph,
-    against the module."""
+    """A rank's shard with a real all-reduce, as engines serve it: eager, compiled, on a GPU in a CUDA graph."""
     torch.set_default_device(None)  # an engine sets none
     on_gpu = DEVICE == "cuda"
     sizes = (2048, 16, 22, 384) if on_gpu else (256, 4, 3, 32)
@@ -285,8 +283,7 @@ def recomputed_q() -> None:
 
 
 def initialisation() -> None:
-    """Weights that are first sharded, on the meta device, and then drawn, as large models are made; d_e sharded,
-    too."""
+    """Weights that are sharded on the meta device and then drawn, as large models are made; d_e sharded, too."""
     torch.manual_seed(0)  # the deviations of a few hundred values differ by more than a fifth in some draws
     mesh = mesh_of()
     for heads, subnets, options in ((4, 2, {}), (4, 2, {"q_norm": True}), (3, 3, {"bias": True})):

@@ -1,5 +1,4 @@
-"""Several processes over gloo against one: sharding rules, plans, training steps, checkpoints. The cases are in
-distributed_runs.py."""
+"""Several processes over gloo against one: rules, plans, steps, checkpoints; cases in distributed_runs.py."""
 
 import copy
 

@@ -50,8 +50,7 @@ def test_the_network_of_a_configuration():
 
 
 def test_the_plugin_for_vllm(monkeypatch):
-    """What the entry point names, with an engine in place of vLLM 0.32: the class by name, and the quantisation
-    method."""
+    """What the entry point names, with an engine in place of vLLM 0.32: the class and the quantisation method."""
     pytest.importorskip("transformers")
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     registered, methods, layers, plain = {}, {}, "vllm.model_executor.layers", "UnquantizedLinearMethod"

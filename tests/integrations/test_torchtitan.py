@@ -1,5 +1,4 @@
-"""The override for torchtitan, where it is installed: sizes, initialisation, FSDP2, tensor parallelism, AC, compile,
-checkpoints."""
+"""The override for torchtitan: sizes, initialisation, FSDP2, tensor parallelism, AC, compile, checkpoints."""
 
 import dataclasses
 import re
@@ -37,8 +36,7 @@ def run(folder: Path, dp: int, tp: int, *compiled: str) -> None:
 
 @pytest.mark.parametrize("arguments", [(1, 2), (2, 1, "compile"), (2, 2)], ids=str)
 def test_processes_compute_what_one_does(one_process, arguments):
-    """(FSDP2, tensor parallelism) with full activation checkpointing, from one process's checkpoint: loss and
-    gradients."""
+    """(FSDP2, tensor parallelism) with activation checkpointing, from one process's checkpoint."""
     run(one_process, *arguments)
 
 

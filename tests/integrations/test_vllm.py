@@ -51,8 +51,7 @@ NAME, FP8 = "model", "flashmhf-fp8"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """A model of every ffn_type that is served, one in FP8 and a changed Llama, with one tokenizer that has a chat
-    template."""
+    """A model of every ffn_type that is served, one in FP8 and a changed Llama, with a tokenizer for chats."""
     torch.set_num_threads(1)  # the operations are tiny; more threads wait for each other, for minutes beside other work
     folder = tmp_path_factory.mktemp("models")
     words = tokenizer.train([Path(__file__).read_text(encoding="utf-8")], 512)

@@ -1,5 +1,4 @@
-"""Official whole-model checkpoints: equal logits with a forward written from the formulae, which files are read,
-refusals by name."""
+"""Official whole-model checkpoints: logits of a forward written from the formulae, files, refusals by name."""
 
 import json
 

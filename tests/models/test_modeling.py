@@ -86,8 +86,7 @@ for directory in sys.argv[1:]:
 
 
 def test_a_saved_model_loads_where_flashmhf_is_not_imported(tmp_path):
-    """With trust_remote_code=True, through the module that config.json's auto_map names; saving it again gives the same
-    files."""
+    """With trust_remote_code=True, by the module that auto_map names; saved again, the files are the same."""
     models = {"plain": tiny(), "fp8": tiny()}
     quantize.quantize_(models["fp8"])
     for name, model in models.items():
@@ -212,8 +211,7 @@ def test_no_mode_changes_the_arithmetic(ffn, device):
 
 @pytest.mark.parametrize("ffn", FFN_TYPES)
 def test_every_cache_gives_the_same_tokens(ffn, device):
-    """On a GPU transformers compiles the model for a static one, but not where the host chooses frequencies by the
-    positions."""
+    """On a GPU transformers compiles for a static one, but not where positions choose the frequencies."""
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
     dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}}
     for overrides in ({}, dynamic | {"max_position_embeddings": 12} if ffn == "flashmhf" else {}):

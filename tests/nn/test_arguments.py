@@ -1,5 +1,4 @@
-"""Arguments of modules: what constructors, calls, initialisation and state dicts refuse, by name, and what they
-take."""
+"""Arguments of modules: what constructors, calls, initialisation and state dicts refuse by name, and take."""
 
 import itertools
 import math

@@ -89,8 +89,7 @@ def assert_drawn_alike(module, expected):
 @pytest.mark.parametrize("order", ["parents first", "children first", "own parameters only"])
 @every_network
 def test_every_module_draws_its_own_weights_in_any_order(name, order):
-    """FSDP, FSDP2's recipe and to_empty call reset_parameters of each module that has parameters, and know no other
-    order."""
+    """FSDP and to_empty call reset_parameters of each module that has parameters, in an order of their own."""
     expected = fresh(name)
     expected.reset_parameters(num_layers=LAYERS)
     module = copy.deepcopy(expected).to("meta").to_empty(device="cpu")

@@ -1,5 +1,4 @@
-"""Modules against float64 formulae with every switch of the official module, their state dicts, and the official layout
-both ways."""
+"""Modules against float64 formulae with every switch, their state dicts, and the official layout both ways."""
 
 import copy
 import itertools
@@ -122,8 +121,7 @@ def test_autocast_takes_any_input(make, stored):
 # The official layout both ways; whole models in tests/models/test_conversion.py
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_size_of_a_state_dict_is_checked_both_ways(gated):
-    """One tensor of another size at a time, and other H, E and H_kv than the checkpoint's; with the right ones the same
-    tensors."""
+    """One tensor of another size at a time, and other H, E and H_kv; with the right ones the same tensors."""
     settings = {"q_norm": True, "bias": True, "num_kv_heads": 3}
     network = flashmhf.FlashMHF(48, 6, 3, 16, **settings) if gated else flashmhf.MHFFN(48, 6, 48, **settings)
     ours = randomised(network).state_dict()
@@ -234,8 +232,7 @@ def test_a_hook_may_convert_what_is_loaded(hooked, assign):
     ("name", "tool"), [*itertools.product(STORED, ("to", "assign", "deepcopy")), *((name, "grad") for name in MODULES)]
 )
 def test_weights_stay_contiguous(name, tool):
-    """torch.channels_last, meant for images, changes the strides of every parameter of four dimensions, and checkpoints
-    keep strides."""
+    """torch.channels_last changes the strides of parameters of four dimensions, and checkpoints keep strides."""
     make, x = STORED[name], torch.randn(5, D_MODEL)
     module = make()
     expected = module(x)

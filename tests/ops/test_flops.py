@@ -1,5 +1,4 @@
-"""FlopCounterMode counts the operators: as many operations as the definition's products, whatever the back end does
-them with."""
+"""FlopCounterMode counts the operators as the definition's products, whatever the back end does."""
 
 from collections.abc import Callable
 

@@ -1,5 +1,4 @@
-"""The layer's one operator: chunks of tokens, autocast, vmap, refusals, and every reason for which a module runs its
-parts instead."""
+"""The layer's one operator: chunks, autocast, vmap, refusals, and when a module runs its parts instead."""
 
 import contextlib
 from collections.abc import Callable
@@ -329,8 +328,7 @@ def test_peak_memory_beyond_the_input(backend, monkeypatch):
 
 @either
 def test_autocast_of_the_operator(make):
-    """As the parts under autocast: projections and networks in its dtype, the gate and q_norm in float32; the compiler
-    knows the dtype."""
+    """As the parts: projections and networks in its dtype, gate and q_norm in float32; compilers know the dtype."""
     module = make(torch.float32, bias=True, q_norm=True)
     x = tokens_of(module, 5)
 

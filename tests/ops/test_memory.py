@@ -52,8 +52,7 @@ def test_gpu_memory_has_no_intermediate(gpu_backend):
 
 
 def test_training_memory_of_the_paper_module(needs_hopper):
-    """Forward and backward at 8 x 4032 tokens beyond weights and input: as csrc/backward/README.md counts, 4.2 times
-    less than SwiGLU's."""
+    """Forward and backward at 8 x 4032 tokens beyond weights and input, as csrc/backward/README.md counts."""
     modules = flashmhf.FlashMHF(2048, 16, 22, 384, backend="hopper", **CUDA), flashmhf.SwiGLU(2048, 8192, **CUDA)
     x = torch.randn(8, 4032, 2048, **CUDA).requires_grad_()
     ours, swiglu = (training_peak(lambda m=module: m(x), [x, *module.parameters()]) for module in modules)

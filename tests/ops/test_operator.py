@@ -170,8 +170,7 @@ def test_any_shape_stride_dtype_and_gate(target, data):
 
 
 def check_heads(name, p, gradients):
-    """One head at a time by the fixed limits, which are below the errors of the materialising code: that takes tens of
-    GiB here."""
+    """One head at a time, by the fixed limits: the materialising code takes tens of GiB here."""
     for head in range(p.k.shape[0]):
         for output, whole, exact in zip(RESULTS[name], gradients, getattr(p, f"exact_{name}")(head), strict=True):
             actual = whole[..., head, :] if output in ("dq", "dr") else whole[head]
@@ -204,8 +203,7 @@ def test_hopper_backward_in_groups_of_heads(needs_hopper, deterministic, shape):
 
 @pytest.mark.slow
 def test_offsets_past_2_to_the_31(needs_hopper):
-    """T = 1,048,577 at H = 16, d_h = 128 has more than 2^31 elements; the last rows are those that a 32-bit offset
-    would miss."""
+    """T H d_h = 1,048,577 x 16 x 128: a 32-bit offset would miss the last rows."""
     tokens, p = 1_048_577, problem(1, 16, 128, 2, 64, torch.bfloat16, "cuda")
     q, grad_out = (torch.randn(tokens, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     r = torch.rand(tokens, 16, 2, device="cuda")

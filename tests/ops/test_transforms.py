@@ -1,5 +1,4 @@
-"""torch.vmap over the operators, and what backend="reference" adds: every derivative, per-sample gradients, export,
-ONNX."""
+"""torch.vmap over the operators; backend="reference": all derivatives, per-sample gradients, export, ONNX."""
 
 import dataclasses
 import functools

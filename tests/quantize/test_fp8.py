@@ -34,8 +34,7 @@ def exact(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) -> Tenso
 
 
 def assert_as_its_points(actual: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None) -> None:
-    """The rule: no more error than 1.05 of what the quantisation points cause with exact sums, those of the same
-    operands in float64."""
+    """No more error than 1.05 of what the quantisation points cause with exact sums, in float64."""
     truth = exact(q, k, u, v, r)
     points = eager._forward(q, *quantize.pack_fp8(k, u, v).tensors, None if r is None else r.double(), torch.float64)
     assert torch.isfinite(actual).all()

@@ -93,8 +93,7 @@ def noting(batches: list[torch.Tensor]) -> At:
 
 
 def same_run(output: Path, expected: Path, rel: float = 0.0) -> None:
-    """Assert that two finished runs have the same configuration, weights and metrics, bit by bit or to a relative
-    error."""
+    """Assert that two finished runs have equal configurations, weights and metrics, or within a relative error."""
     ours, theirs = (load_file(run / "model.safetensors") for run in (output, expected))
     torch.testing.assert_close(ours, theirs, rtol=10 * rel, atol=rel)
     for row, other in zip(metrics.read_rows(output), metrics.read_rows(expected), strict=True):

@@ -1,5 +1,4 @@
-"""One path in any spelling is one directory; cleaning up neither ends a run, nor hides why it ended, nor touches what
-its user made."""
+"""A path in any spelling is one directory; cleaning up neither ends a run nor touches what its user made."""
 
 import errno
 import os

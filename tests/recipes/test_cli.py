@@ -1,5 +1,4 @@
-"""The commands: options are used or refused, help is true, an error is one line with its status, and no command dies of
-its output."""
+"""The commands: options are used or refused, help is true, an error is one line with its status."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Text to packed tokens: what is not read is counted or refused by name, and the order of samples is a function of the
-seed."""
+"""Text to packed tokens: what is not read is counted or refused by name; the seed decides the order."""
 
 import gzip
 import json
@@ -222,8 +221,7 @@ def test_what_files_hold_as_text(tmp_path, tmp_path_factory):
 
 
 def test_paths_of_text(tmp_path):
-    """A text file is one document; linked directories are read once, and a link that leads back is not followed. What
-    is not read is counted."""
+    """A text file is one document, linked directories are read once; what is not read is counted."""
     used = ("all/b.TXT", "given/a.md", "given/inner/c.text.gz")
     for name in (*used, "given/x.json", "given/README", "given/sub/z.csv", "given/w.parquet.gz"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

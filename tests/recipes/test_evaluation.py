@@ -98,8 +98,7 @@ def test_held_out_refusals(trained, text, tmp_path):
 
 
 def test_what_can_be_loaded(runs, trained, tmp_path):
-    """A run, a checkpoint, an unfinished run (its last complete checkpoint), an official checkpoint with a tokenizer
-    elsewhere."""
+    """A run, a checkpoint, an unfinished run's last one, an official checkpoint with a tokenizer elsewhere."""
     model, tokenizer = trained
     ids = torch.arange(9)[None]
     expected = model(ids).logits

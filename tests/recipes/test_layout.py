@@ -1,5 +1,4 @@
-"""Training runs on several processes over gloo: by heads, with sharded parameters, both; failing and killed processes;
-resumption."""
+"""Training runs on several processes over gloo: by heads, sharded, both; failing, killed, resumed."""
 
 import shutil
 from pathlib import Path

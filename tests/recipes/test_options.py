@@ -1,5 +1,4 @@
-"""Options of a run: what it decides is refused among transformers' settings; a step is made up for any number of
-processes."""
+"""Options of a run: what it decides is refused among transformers' settings; a step for any processes."""
 
 import dataclasses
 import importlib.util
@@ -151,8 +150,7 @@ COUNTS = ("vocab_size", "length", "batch", "micro_batch", "steps", "log_every", 
     ("keep", (1, 2.5)),
 ])  # fmt: skip
 def test_numbers_out_of_range_are_named(name, values):
-    """Some of them took the preset's value or switched off what they set; others failed once the run's directory was
-    made."""
+    """Before the run's directory is made; some would mean the preset's value, or nothing."""
     for value in values:
         with pytest.raises(ValueError, match=rf"^{name} is {re.escape(repr(value))}; supported: "):
             resolved(**{name: value})

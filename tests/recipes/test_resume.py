@@ -1,5 +1,4 @@
-"""Runs that are stopped, damaged, moved or lengthened go on without loss, and nothing is removed that a run did not
-write."""
+"""Runs that are stopped, damaged, moved or lengthened go on without loss, and remove only what a run wrote."""
 
 import errno
 import json
@@ -44,8 +43,7 @@ def interrupted(options, step: int) -> Path:
 
 
 def test_a_resumed_run_needs_no_data(text, expected, tmp_path, monkeypatch):
-    """A run killed while tokenising finds data with a relative path from another directory; later it does not look for
-    it."""
+    """A run killed while tokenising finds a relative path from elsewhere; later it does not look for it."""
     output, copy = tmp_path / "run", Path(shutil.copy(text, tmp_path / "copy.txt"))
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -307,8 +305,7 @@ def further(output: Path, text: Path, start: Path, **settings):
 
 
 def test_further_training_of_a_run(expected, other_text, tmp_path, monkeypatch):
-    """The first loss is that of the model on the new data; a run that was killed before it read the data needs the
-    model no more."""
+    """It begins with the model's loss on the new data; killed before it has read the data, it needs no model."""
     source, copy, output = tmp_path / "source", tmp_path / "copy.txt", tmp_path / "run"
     shutil.copytree(expected, source)
     shutil.copy(other_text, copy)

@@ -1,5 +1,4 @@
-"""Training runs: every feed-forward network learns, a killed run resumes to the same bits, refusals, metrics, command
-line."""
+"""Training runs: every network learns, a killed run resumes to the same bits, refusals, metrics."""
 
 import importlib.util
 import json
@@ -147,8 +146,7 @@ def test_compiled_training(precision, rel, text, tmp_path):
 
 @pytest.mark.gpu
 def test_compiled_training_on_a_gpu(text, tmp_path):
-    """bf16 autocast through Inductor and the fused kernels: one graph, and the loss falls as in float32 without
-    compilation."""
+    """bf16 autocast, Inductor, fused kernels: one graph, and the loss of float32 without compilation."""
     sizes = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, ffn_num_heads=2, ffn_num_subnets=2)
     settings = dict(data=[], tokens=str(store_tokens(text, tmp_path)), device="auto", model=sizes, steps=20)
     plain = start(tmp_path / "plain", text, precision="fp32", **settings)
@@ -248,8 +246,7 @@ def test_token_numbers_that_are_not_all_taken(text, tmp_path):
     ({"log_every": 20, "eval_fraction": 0.1, "eval_every": 5}, "the eval_loss is nan at step 5", []),
 ], ids=["log", "checkpoint", "evaluation"])  # fmt: skip
 def test_a_diverging_run_stops_with_its_step(settings, message, kept, text, tmp_path):
-    """It keeps its last good checkpoints, which those of broken weights would push out, and its metrics stay valid
-    JSON."""
+    """It keeps its last good checkpoints; its metrics stay valid JSON."""
 
     def spoil(model, **_):
         model.lm_head.weight.data.fill_(float("nan"))

@@ -1,5 +1,4 @@
-"""What is installed and released: a core that needs torch alone, the library's ABI and needs, the package's files, one
-wheel for every Python."""
+"""What is installed and released: a core that needs torch alone, the library's ABI, files, a wheel for all."""
 
 import json
 import re
@@ -65,8 +64,7 @@ def test_library_loads_and_describes_itself(library):
 
 
 def test_sdist_holds_every_tracked_file(tmp_path):
-    """Its own tests and the scripts of benchmarks/ read the records, so a pattern of MANIFEST.in that leaves some out
-    breaks them."""
+    """Its own tests and benchmarks/ read the records: a pattern of MANIFEST.in may leave none out."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("this is no git checkout")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -137,8 +135,7 @@ static const bool loaded = [] {
 @SOURCES
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="manylinux is Linux")
 def test_a_library_linked_for_manylinux_runs_on_older_systems(tmp_path):
-    """The same source links against new interfaces without cmake/manylinux.cmake, and against those of manylinux_2_28
-    with it."""
+    """One source links against new interfaces, and with cmake/manylinux.cmake against manylinux_2_28's."""
     if missing := [tool for tool in ("cmake", "g++") if shutil.which(tool) is None]:
         pytest.skip(f"no {' and no '.join(missing)}")
     (tmp_path / "code.cpp").write_text(SOURCE, encoding="utf-8")
@@ -213,8 +210,7 @@ COMMANDS = {
 
 
 def test_a_missing_extra_is_one_line(tmp_path):
-    """One process runs all commands. The core needs none: it computes, with gradients, without any optional
-    package."""
+    """One process runs all commands. The core needs no optional package: it computes, with gradients."""
     code = f"""
 import contextlib, io, json, sys
 for name in {OPTIONAL!r}:

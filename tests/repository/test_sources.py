@@ -53,8 +53,7 @@ def test_nothing_imports_from_a_floor_above():
 
 
 def test_no_files_import_each_other_in_a_circle():
-    """A package's __init__ imports what it offers; a submodule that takes a name from its own package would close a
-    circle."""
+    """A submodule that takes a name from its own package's __init__ would close a circle."""
     try:
         tuple(graphlib.TopologicalSorter(ARROWS).static_order())
     except graphlib.CycleError as error:
