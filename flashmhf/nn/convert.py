@@ -16,10 +16,15 @@ from torch import Tensor
 from .. import checks
 from ..checks import divisor, positive
 
-_NAMES = {
-    "gate_weight": "k", "up_weight": "u", "down_weight": "v", "router": "router", "w_self.weight": "in_proj.weight",
-    "w_self_2.weight": "out_proj.weight", "q_norm.weight": "q_norm.weight", "w_self.bias": "in_proj.bias",
-    "w_self_2.bias": "out_proj.bias",
+_NAMES = {  # official names by ours
+    "k": "gate_weight", "u": "up_weight", "v": "down_weight", "router": "router", "q_norm.weight": "q_norm.weight",
+    "in_proj.weight": "w_self.weight", "out_proj.weight": "w_self_2.weight", "in_proj.bias": "w_self.bias",
+    "out_proj.bias": "w_self_2.bias",
+}  # fmt: skip
+_SHAPES = {
+    "router": ("H", "d_h", "E"), "q_norm.weight": ("H", "d_h"),
+    **dict.fromkeys(("in_proj.weight", "out_proj.weight"), ("d_model", "d_model")),
+    **dict.fromkeys(("in_proj.bias", "out_proj.bias"), ("d_model",)),
 }  # fmt: skip
 PREFIXES = {"mhffnmoe": "mhffnmoe_", "mhffn": "mhffn_"}  # of an official configuration's settings, by its model_type
 
@@ -46,38 +51,30 @@ def official_scales(config: Mapping[str, object]) -> tuple[float, float]:
     return score, math.sqrt(3 / 8) if settings.get("apply_final_scaling") else 1.0
 
 
-def _check_tensors(state: object) -> None:
-    checks.tensors(**checks.instance("state", state, Mapping, "a mapping of names to tensors"))
-
-
 def _check_names(
-    state: Mapping[str, Tensor], known: Mapping[str, str], what: str, skip_linear: bool, gated: bool
+    state: Mapping[str, Tensor], names: Mapping[str, str], what: str, skip_linear: bool, gated: bool
 ) -> None:
-    """Refuse unknown and missing names. ``known`` has all that may be there, each with its name on the other side."""
-    if unknown := sorted(state.keys() - known.keys()):
-        raise ValueError(f"unknown names in {what}: {unknown}; supported: {sorted(known)}")
-    optional = {"q_norm.weight", "w_self.bias", "w_self_2.bias", *(() if gated else ["router"])}
-    optional |= {"w_self.weight", "w_self_2.weight"} if skip_linear else set()
-    if missing := sorted(name for name, other in known.items() if name not in state and not {name, other} & optional):
+    """Refuse unknown and missing ``names``: those in ``state`` by our own."""
+    if unknown := sorted(state.keys() - set(names.values())):
+        raise ValueError(f"unknown names in {what}: {unknown}; supported: {sorted(names.values())}")
+    optional = {"q_norm.weight", "in_proj.bias", "out_proj.bias", *([] if gated else ["router"])}
+    optional |= {"in_proj.weight", "out_proj.weight"} if skip_linear else set()
+    if missing := sorted(name for ours, name in names.items() if name not in state and ours not in optional):
         raise KeyError(f"missing from {what}: {missing}")
 
 
-def _check_shapes(state: Mapping[str, Tensor], names: Mapping[str, str], sizes: tuple[int, int, int]) -> None:
-    """Refuse shapes that do not follow from ``sizes`` H, E, d_h. ``names``: those in ``state`` by our own."""
-    heads, subnets, head_dim = sizes
-    d_model = heads * head_dim
-    expected = {
-        "router": ((heads, head_dim, subnets), f"[H, d_h, E] with H = {heads}, d_h = {head_dim}, E = {subnets}"),
-        "q_norm.weight": ((heads, head_dim), f"[H, d_h] with H = {heads}, d_h = {head_dim}"),
-    }
-    for part in ("in_proj", "out_proj"):
-        expected[f"{part}.weight"] = (d_model, d_model), f"[d_model, d_model] with d_model = H d_h = {d_model}"
-        expected[f"{part}.bias"] = (d_model,), f"[d_model] with d_model = H d_h = {d_model}"
-    first = names["k"]
-    expected |= dict.fromkeys("uv", (tuple(state[first].shape), f"{first}'s shape"))
-    for ours, shape in expected.items():
+def _check_shapes(
+    state: Mapping[str, Tensor], names: Mapping[str, str], heads: int, subnets: int, head_dim: int
+) -> None:
+    """Refuse shapes that do not follow from H, E and d_h, or for u and v from k's."""
+    sizes = {"H": heads, "E": subnets, "d_h": head_dim, "d_model": heads * head_dim}
+    for ours, dims in _SHAPES.items():
         if (name := names[ours]) in state:
-            checks.expect_shape(name, state[name], *shape)
+            meaning = f"[{', '.join(dims)}] with {', '.join(f'{dim} = {sizes[dim]}' for dim in dict.fromkeys(dims))}"
+            checks.expect_shape(name, state[name], tuple(sizes[dim] for dim in dims), meaning)
+    k = names["k"]
+    for ours in "uv":
+        checks.expect_shape(names[ours], state[names[ours]], tuple(state[k].shape), f"{k}'s shape")
 
 
 def from_official(
@@ -91,7 +88,7 @@ def from_official(
     missing tensor, ValueError for unknown names, a router without num_subnets and sizes that do not fit, TypeError if H
     or E is not an integer.
     """
-    _check_tensors(state)
+    checks.tensors(**checks.instance("state", state, Mapping, "a mapping of names to tensors"))
     heads, gated = positive("num_heads", num_heads), num_subnets is not None
     subnets = positive("num_subnets", num_subnets) if gated else 1
     kv_heads = divisor("num_kv_heads", num_kv_heads, "num_heads", heads)
@@ -103,8 +100,8 @@ def from_official(
     if len(shape) != 2 or shape[0] % subnets or shape[1] % kv_heads:
         expected = f"[d_ff, H_kv d_h], multiples of num_subnets = {subnets} and num_kv_heads = {kv_heads}"
         raise ValueError(f"gate_weight has shape {shape}; expected {expected}")
-    _check_shapes(state, {ours: theirs for theirs, ours in _NAMES.items()}, (heads, subnets, shape[1] // kv_heads))
-    result = {ours: state[theirs] for theirs, ours in _NAMES.items() if theirs in state}
+    _check_shapes(state, _NAMES, heads, subnets, shape[1] // kv_heads)
+    result = {ours: state[theirs] for ours, theirs in _NAMES.items() if theirs in state}
     for name in "kuv":
         stacked = result[name].unflatten(1, (kv_heads, -1)).unflatten(0, (subnets, -1)).permute(2, 0, 1, 3)
         scale = scales[1] if name == "v" else scales[0]
@@ -117,11 +114,11 @@ def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert the state dict of ``FlashMHF`` or ``MHFFN`` to the official one of one module. Raises KeyError for a
     missing tensor, ValueError for unknown names and for shapes that do not fit each other.
     """
-    _check_tensors(state)
-    known = {ours: theirs for theirs, ours in _NAMES.items()}
+    checks.tensors(**checks.instance("state", state, Mapping, "a mapping of names to tensors"))
+    own = {name: name for name in _NAMES}
     skip_linear = state.keys().isdisjoint(("in_proj.weight", "out_proj.weight"))
     gated = "k" not in state or state["k"].dim() != 3
-    _check_names(state, known, "the state dict", skip_linear, gated)
+    _check_names(state, own, "the state dict", skip_linear, gated)
     shape = list(state["k"].shape)
     if len(shape) not in (3, 4) or not all(shape):
         raise ValueError(f"k has shape {shape}; expected [H_kv, E, d_e, d_h], or [H_kv, d_ff, d_h] and no router")
@@ -133,9 +130,9 @@ def to_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     heads = len(state["in_proj.weight"]) // head_dim if heads is None and not skip_linear else heads or kv_heads
     if heads % kv_heads:
         raise ValueError(f"k has shape {shape}; H_kv = {kv_heads} must divide H = {heads} of the other weights")
-    _check_shapes(state, {name: name for name in known}, (heads, subnets, head_dim))
-    result = {known[ours]: tensor for ours, tensor in state.items()}
+    _check_shapes(state, own, heads, subnets, head_dim)
+    result = {_NAMES[ours]: tensor for ours, tensor in state.items()}
     for name in "kuv":
         weight = state[name] if gated else state[name].unsqueeze(1)
-        result[known[name]] = weight.permute(1, 2, 0, 3).reshape(-1, kv_heads * head_dim)
+        result[_NAMES[name]] = weight.permute(1, 2, 0, 3).reshape(-1, kv_heads * head_dim)
     return result
