@@ -7,8 +7,7 @@ on that number, and CUDA graphs can capture it. Whether a module's call may run 
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled
@@ -32,9 +31,13 @@ class Call(NamedTuple):
     activation: str = "silu"
 
 
-def _describe(count: int, x: Tensor, in_w: Tensor, in_bias: Tensor | None, *operands: Any, **how: str) -> Call:
-    """Return the call of an operator whose heads' networks are ``count`` tensors, by the order of its signature."""
-    return Call(x, LayerWeights(in_w, in_bias, operands[:count], *operands[count:]), **how)
+def _describe(
+    x: Tensor, *, in_w: Tensor, in_bias: Tensor | None, w: Tensor | None, eps: float, out_w: Tensor,
+    out_bias: Tensor | None, q_norm: Tensor | None = None, q_norm_eps: float = 0.0, backend: str = "auto",
+    activation: str = "silu", **networks: Tensor,
+) -> Call:  # fmt: skip
+    weights = LayerWeights(in_w, in_bias, tuple(networks.values()), w, eps, out_w, out_bias, q_norm, q_norm_eps)
+    return Call(x, weights, backend, activation)
 
 
 def _check(call: Call) -> None:
@@ -150,8 +153,8 @@ _TAIL = 'Tensor? q_norm=None, float q_norm_eps=0.0, *, str backend="auto"'
 _ENDS = ("x", "in_w", "in_bias", "out_w", "out_bias")
 _PLAIN = f'({_BEFORE}, Tensor k, Tensor u, Tensor v, Tensor? w, {_AFTER}, {_TAIL}, str activation="silu") -> Tensor'
 _FP8 = f"({_BEFORE}, Tensor k8, Tensor u8, Tensor v8, Tensor scales, Tensor w, {_AFTER}, {_TAIL}) -> Tensor"
-define("layer", _PLAIN, partial(_describe, 3), values, _fake, _in_graph, casts=(*_ENDS, *"kuv"))
-define("fp8_layer", _FP8, partial(_describe, 4), values, _fake, _in_graph, casts=_ENDS)
+define("layer", _PLAIN, _describe, values, _fake, _in_graph, casts=(*_ENDS, *"kuv"))
+define("fp8_layer", _FP8, _describe, values, _fake, _in_graph, casts=_ENDS)
 register_vmap("layer", 0)
 register_vmap("fp8_layer", 0)
 _LAYER, _FP8_LAYER = torch.ops.flashmhf.layer, torch.ops.flashmhf.fp8_layer

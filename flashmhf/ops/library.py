@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from ..backends.tokens import collapse
 from ..torch_private import register
 
 LIBRARY = torch.library.Library("flashmhf", "DEF")
-P = ParamSpec("P")
 ORDINARY = (Tensor, torch.nn.Parameter)  # the types of PyTorch's own tensors
 _OWN_TYPES = frozenset((*ORDINARY, type(None)))
 C = TypeVar("C")
@@ -21,27 +20,33 @@ R = TypeVar("R")
 
 
 def define(
-    name: str, signature: str, describe: Callable[P, C], values: Callable[[C], R], fake: Callable[[C], R],
+    name: str, signature: str, describe: Callable[..., C], values: Callable[[C], R], fake: Callable[[C], R],
     in_graph: Callable[[C], R | None], autograd: Callable[[C], R] | None = None, casts: Collection[str] = (),
 ) -> None:  # fmt: skip
     """Define the operator ``torch.ops.flashmhf.NAME`` with a dispatcher's ``signature``.
 
     Args:
-        describe: takes the arguments and returns the call that they make, which the others take.
+        describe: takes the arguments by name and returns the call that they make, which the others take. The
+            dispatcher leaves out arguments that have their default values.
         values, fake: run it on every device, with the same checks as returning tensors of the results' shapes.
         in_graph: runs it on fake tensors by a back end's operator, which Inductor calls without Python, or gives None.
         autograd: runs above autograd; None for an operator of inference, which refuses inputs that require a gradient.
         casts: the tensor arguments that autocast casts. Nothing inside the operator is cast again.
     """
     LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, _composed(values, describe), "CompositeExplicitAutograd")
     op, qualname = getattr(torch.ops.flashmhf, name), f"flashmhf::{name}"
-    abstract = _composed(fake, describe)
+    names = [argument.name for argument in op.default._schema.arguments]
+
+    def kernel(run: Callable[[C], R]) -> Callable[..., R]:
+        return lambda *args, **kwargs: run(describe(**dict(zip(names, args, strict=False)), **kwargs))
+
+    LIBRARY.impl(name, kernel(values), "CompositeExplicitAutograd")
+    abstract = kernel(fake)
     register("fake tensors, as in graphs", lambda: torch.library.register_fake(qualname, abstract, lib=LIBRARY))
     register("C++ in graphs, DTensor and counts of operations", lambda: torch_private.ask_rules(op.default))
-    _IN_GRAPHS[op.default] = _composed(in_graph, describe)
-    LIBRARY.impl(name, _composed(autograd, describe) if autograd else _without_gradients(name, op), "Autograd")
-    rules = {argument.name: cast if argument.name in casts else widen for argument in op.default._schema.arguments}
+    _IN_GRAPHS[op.default] = kernel(in_graph)
+    LIBRARY.impl(name, kernel(autograd) if autograd else _without_gradients(name, op), "Autograd")
+    rules = {argument: cast if argument in casts else widen for argument in names}
     for device_type, key in torch_private.AUTOCAST_KEYS.items():
         LIBRARY.impl(name, _autocast(op, device_type, rules if casts else {}), key)
 
@@ -70,14 +75,6 @@ def is_direct(*tensors: Tensor | None) -> bool:
     if not _OWN_TYPES.issuperset(map(type, tensors)):
         return False
     return not (tensors[0] is None or tensors[0].is_meta or torch.compiler.is_compiling() or torch_private.is_watched())
-
-
-def _composed(run: Callable[[C], R], describe: Callable[P, C]) -> Callable[P, R]:
-    # The dispatcher leaves out arguments that have their default values.
-    def kernel(*args: P.args, **kwargs: P.kwargs) -> R:
-        return run(describe(*args, **kwargs))
-
-    return kernel
 
 
 def _without_gradients(name: str, op: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import backends, checks, torch_private
 from ..backends import REFERENCE
-from ..backends.contract import DEFAULTS, Gate, Router, Settings
+from ..backends.contract import Gate, Router, Settings
 from ..backends.fp8_layout import check_packed
 from ..backends.hopper import fp8 as hopper_fp8
 from .library import cast, define, is_direct, register_vmap, widen
@@ -34,48 +34,24 @@ class Call(NamedTuple):
     grad_out: Tensor | None = None
 
 
-_ALL = (True, True)  # every gradient is needed
+# The operators' arguments, by their names
 
 
-# The operators' arguments
-
-
-def _forward(
-    q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate = None, *, deterministic: bool | None = None,
-    backend: str = "auto", activation: str = "silu",
+def _describe(
+    q: Tensor, *, r: Tensor | None = None, w: Tensor | None = None, eps: float | None = None,
+    deterministic: bool | None = None, backend: str = "auto", needs: Sequence[bool] = (True, True),
+    activation: str = "silu", **networks: Tensor,
 ) -> Call:  # fmt: skip
+    """Return a call. ``networks``: k, u, v, or packed in FP8 k8, u8, v8, scales; eps comes with a router alone."""
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    return Call(q, (k, u, v), r, backend, Settings(deterministic, _ALL, activation))
-
-
-def _gated_forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, **how: Any) -> Call:
-    return _forward(q, k, u, v, Router(w, eps), **how)
-
-
-def _backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate = None, deterministic: bool = False,
-    *, backend: str = "auto", needs: Sequence[bool] = (True, True), activation: str = "silu",
-) -> Call:  # fmt: skip
-    checks.tensors(grad_out=grad_out)  # None would stand for a forward
     tokens, weights = needs
-    return Call(q, (k, u, v), r, backend, Settings(deterministic, (tokens, weights), activation), grad_out)
+    gate = r if eps is None else Router(w, eps)
+    return Call(q, tuple(networks.values()), gate, backend, Settings(deterministic, (tokens, weights), activation))
 
 
-def _gated_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, w: Tensor, eps: float, deterministic: bool = False,
-    **how: Any,
-) -> Call:  # fmt: skip
-    return _backward(grad_out, q, k, u, v, Router(w, eps), deterministic, **how)
-
-
-def _fp8_forward(q: Tensor, *operands: Any, backend: str = "auto") -> Call:
-    *packed, r = operands if len(operands) == 5 else (*operands, None)  # of which the dispatcher leaves out the None
-    return Call(q, tuple(packed), r, backend, DEFAULTS)
-
-
-def _fp8_gated_forward(q: Tensor, *operands: Any, backend: str = "auto") -> Call:
-    *packed, w, eps = operands
-    return Call(q, tuple(packed), Router(w, eps), backend, DEFAULTS)
+def _describe_backward(grad_out: Tensor, *, deterministic: bool = False, **arguments: Any) -> Call:
+    checks.tensors(grad_out=grad_out)  # None would stand for a forward
+    return _describe(deterministic=deterministic, **arguments)._replace(grad_out=grad_out)
 
 
 # What they do
@@ -251,10 +227,9 @@ _FORWARD = '*, bool? deterministic=None, str backend="auto", str activation="sil
 _BACKWARD = 'bool deterministic=False, *, str backend="auto", bool[2] needs=[True, True], str activation="silu"'
 _GRADS = "Tensor dq, Tensor dk, Tensor du, Tensor dv"
 _RUN = (values, _fake, _in_graph, _above_autograd)
-for _prefix, _gate, _of_gate, _describe, _describe_backward, _tokens in (
-    ("", "Tensor? r=None", "Tensor dr", _forward, _backward, (0, 4)),
-    ("gated_", "Tensor w, float eps", "Tensor dw", _gated_forward, _gated_backward, (0,)),
-):
+for _prefix, _gate, _of_gate, _tokens in (
+    ("", "Tensor? r=None", "Tensor dr", (0, 4)), ("gated_", "Tensor w, float eps", "Tensor dw", (0,)),
+):  # fmt: skip
     # Under autocast q, k, u and v go to its dtype; r and w keep theirs, or go to float32. In backward nothing is cast.
     define(f"{_prefix}forward", f"({_NETWORKS}, {_gate}, {_FORWARD}) -> Tensor", _describe, *_RUN, casts="qkuv")
     _signature = f"(Tensor grad_out, {_NETWORKS}, {_gate}, {_BACKWARD}) -> ({_GRADS}, {_of_gate})"
@@ -262,9 +237,7 @@ for _prefix, _gate, _of_gate, _describe, _describe_backward, _tokens in (
     register_vmap(f"{_prefix}forward", *_tokens)
     register_vmap(f"{_prefix}backward")
 _PACKED = "Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales"
-for _name, _gate, _describe in (
-    ("fp8_forward", "Tensor? r=None", _fp8_forward), ("fp8_gated_forward", "Tensor w, float eps", _fp8_gated_forward),
-):  # fmt: skip
+for _name, _gate in (("fp8_forward", "Tensor? r=None"), ("fp8_gated_forward", "Tensor w, float eps")):
     _signature = f'({_PACKED}, {_gate}, *, str backend="auto") -> Tensor'
     define(_name, _signature, _describe, values, _fake, _in_graph, casts="q")
 
@@ -319,9 +292,9 @@ def gated_flash_mhf(
     """Compute :func:`flash_mhf` with r = gate(q, w, eps), w [H, d_h, E]: on the hopper back end in the same kernel."""
     if backend == REFERENCE:
         return _definition(q, k, u, v, Router(w, eps), activation)
+    how = {"deterministic": deterministic, "backend": backend, "activation": activation}
     watched = not is_direct(q, k, u, v, w) or torch_private.is_profiled() or torch_private.autocasts(q.device.type)
     if not watched:
-        call = _gated_forward(q, k, u, v, w, eps, deterministic=deterministic, backend=backend, activation=activation)
+        call = _describe(q, k=k, u=u, v=v, w=w, eps=eps, **how)
         return _differentiable(values, call, (q, k, u, v, w, None))
-    how = {"deterministic": deterministic, "backend": backend, "activation": activation}
     return torch.ops.flashmhf.gated_forward(q, k, u, v, w, eps, **how)
