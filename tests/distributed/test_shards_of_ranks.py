@@ -96,17 +96,16 @@ def test_refusals():
         with pytest.raises(ValueError, match=f"{name}; supported: multiples of the tensor-parallel size {rank.size}"):
             shard(grouped, rank)
         assert grouped.num_heads == 4
-    part = shard(grouped, Rank(0, 2, lambda y: y))
-    with pytest.raises(ValueError, match="network is one rank's part already; supported: whole networks"):
-        shard(part, rank)  # half of the half, summed twice
-    with pytest.raises(NotImplementedError, match="skip_linear is True; supported: False"):
-        shard(flashmhf.MHFFN(64, 4, 32, skip_linear=True), rank)
-    with pytest.raises(TypeError, match="network is a SwiGLU; supported: FlashMHF, "):
-        shard(flashmhf.SwiGLU(64, 128), rank)
-    with pytest.raises(ValueError, match="all_reduce is None"):
-        Rank(0, 2)
-    with pytest.raises(ValueError, match="index is 2"):
-        Rank(2, 2, lambda y: y)
+    part = shard(grouped, Rank(0, 2, lambda y: y))  # of which half would be summed twice
+    for error, message, call, *given in (
+        (ValueError, "network is one rank's part already; supported: whole networks", shard, part, rank),
+        (NotImplementedError, "skip_linear is True", shard, flashmhf.MHFFN(64, 4, 32, skip_linear=True), rank),
+        (TypeError, "network is a SwiGLU; supported: FlashMHF, ", shard, flashmhf.SwiGLU(64, 128), rank),
+        (ValueError, "all_reduce is None", Rank, 0, 2),
+        (ValueError, "index is 2", Rank, 2, 2, lambda y: y),
+    ):
+        with pytest.raises(error, match=message):
+            call(*given)
 
 
 @pytest.mark.parametrize("name", ["flashmhf", "q_norm and bias", "fp8"])

@@ -140,7 +140,7 @@ def test_another_toolkit_behind_the_same_path_builds_anew(build):
     assert build.library.read_text(encoding="utf-8") == "build library\n"
 
 
-@pytest.mark.parametrize("step", ["compiling", "configuring", "an old cmake", "FLASHMHF_LIBRARY"])
+@pytest.mark.parametrize("step", ["compiling", "configuring", "no ptxas log", "an old cmake", "FLASHMHF_LIBRARY"])
 def test_a_build_that_fails_is_an_error_and_keeps_the_library_that_was(build, step, tmp_path):
     ends_well(build())
     before = build.library.read_text(encoding="utf-8")
@@ -149,6 +149,8 @@ def test_a_build_that_fails_is_an_error_and_keeps_the_library_that_was(build, st
         broken.write_text(message, encoding="utf-8")
     elif step == "configuring":
         cmake = CMAKE.replace('mkdir -p "$2"', f'echo "{message}"; exit 1')
+    elif step == "no ptxas log":
+        cmake, message = CMAKE.replace("cp ptxas.log", "rm"), "holds no ptxas log of a kernel"
     elif step == "an old cmake":
         cmake, message = CMAKE.replace("3.30.1", "3.22.1"), "there is no cmake>=3.24; pip install 'cmake>=3.24'"
     else:
