@@ -77,7 +77,7 @@ def test_a_run_is_the_one_with_the_plain_loss(precision, rel, text, tmp_path):
     )
     assert [name for name, _ in ours] == [name for name, _ in theirs] == ["loss", "loss", "eval_loss"]
     assert [value for _, value in ours] == pytest.approx([value for _, value in theirs], rel=rel)
-    assert run.loss != plain.loss or precision == "fp32"
+    assert ours != theirs or precision == "fp32"  # the fused kernels ran: bf16 rounds elsewhere
 
 
 @pytest.mark.parametrize(("settings", "message"), [
