@@ -4,68 +4,44 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from . import torch_private
 
-Shape = Sequence[int]
-Needs = Sequence[bool]  # whether gradients of the tokens and of the weights are needed
 _COUNTER = "torch.utils.flop_counter"
+_OPERATORS = "forward gated_forward backward gated_backward layer fp8_forward fp8_gated_forward fp8_layer".split()
 
 
-def product(q: Shape, k: Shape) -> int:
-    """Count one product of Q [..., H, d_h] with a weight [H_kv, E, d_e, d_h]."""
-    return 2 * math.prod(q) * k[1] * k[2]
+def operations(arguments: dict[str, Any]) -> int:
+    """Count the operations of a call from its arguments by name, tensors by their shapes.
 
-
-def router_product(q: Shape, k: Shape) -> int:
-    """Count P = Q W of the router [H, d_h, E]."""
-    return 2 * math.prod(q) * k[1]
-
-
-def forward(q: Shape, k: Shape, *_: object, gated: bool = False, **kwargs: object) -> int:
-    """Count Q K^T, Q U^T and the product with V: 6 T H d_h E d_e; with a router 2 T H d_h E more."""
-    return 3 * product(q, k) + gated * router_product(q, k)
-
-
-def backward(
-    grad_out: Shape, q: Shape, k: Shape, *_: object, needs: Needs = (True, True), gated: bool = False, **kwargs: object
-) -> int:
-    """Count 16 T H d_h E d_e, less what ``needs`` = (tokens, weights) spares; with a router up to 6 T H d_h E more.
-
-    Of eight products three are for any gradient, two for the tokens', three for the weights'; of the router's each one.
+    Forward is 6 T H d_h E d_e; with a router 2 T H d_h E more; a layer has both projections, too. Of backward's eight
+    products, 16 T H d_h E d_e, three are for any gradient, two for the tokens' and three for the weights', as ``needs``
+    says; of the router's, up to 6 T H d_h E, each one.
     """
-    tokens, weights = needs
-    some = tokens or weights
-    of_networks, of_router = 3 * some + 2 * tokens + 3 * weights, some + tokens + weights
-    return of_networks * product(q, k) + gated * of_router * router_product(q, k)
-
-
-def projection(x: Shape, w: Shape, *args: object, **kwargs: object) -> int:
-    """Count x W^T of x [..., K] and w [N, K]."""
-    return 2 * math.prod(x) * w[0]
-
-
-def layer(x: Shape, in_w: Shape, in_bias: object, k: Shape, *rest: Any, fp8: bool = False, **kwargs: object) -> int:
-    """Count :func:`forward` and both projections; ``fp8``: with scales among the operands."""
-    w, _, out_w = rest[3:6] if fp8 else rest[2:5]
-    q = (*x[:-1], in_w[0])  # its heads side by side: only the product of the sizes counts
-    return projection(x, in_w) + forward(q, k, gated=w is not None) + projection(q, out_w)
-
-
-_gated_forward = functools.partial(forward, gated=True)
-_FORMULAE: dict[str, Callable[..., int]] = {
-    "forward": forward, "gated_forward": _gated_forward, "fp8_forward": forward, "fp8_gated_forward": _gated_forward,
-    "backward": backward, "gated_backward": functools.partial(backward, gated=True), "layer": layer,
-    "fp8_layer": functools.partial(layer, fp8=True),
-}  # fmt: skip
+    total, products, routers = 0, 3, 1
+    if "x" in arguments:
+        *tokens, d_model = arguments["x"]
+        inner = arguments["in_w"][0]
+        q = *tokens, inner  # its heads side by side: only the product of the sizes counts
+        total = 2 * math.prod(tokens) * inner * (d_model + arguments["out_w"][0])
+    else:
+        q = arguments["q"]
+    if "grad_out" in arguments:
+        of_tokens, of_weights = arguments.get("needs", (True, True))
+        some = of_tokens or of_weights
+        products, routers = 3 * some + 2 * of_tokens + 3 * of_weights, some + of_tokens + of_weights
+    _, subnets, subnet_dim, _ = arguments["k8" if "k8" in arguments else "k"]
+    if arguments.get("w") is None:
+        routers = 0
+    return total + 2 * math.prod(q) * subnets * (products * subnet_dim + routers)
 
 
 def _count(
@@ -82,10 +58,15 @@ def _count(
 def register() -> None:
     """Register the formulae with PyTorch, for tools that read its registry. Imports Triton where it is installed."""
     counter = importlib.import_module(_COUNTER)
-    for name, formula in _FORMULAE.items():
+    for name in _OPERATORS:
         packet = getattr(torch.ops.flashmhf, name)
         if packet not in counter.flop_registry:
-            counter.register_flop_formula(packet)(formula)
+            names = [argument.name for argument in packet.default._schema.arguments]
+            counter.register_flop_formula(packet)(partial(_formula, names))
+
+
+def _formula(names: list[str], *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return operations(dict(zip(names, args, strict=False)) | kwargs)
 
 
 torch_private.answer("counts of operations", _COUNTER, "_FlopCounterMode", lambda: _count)

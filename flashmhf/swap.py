@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,9 +50,8 @@ def _computes_swiglu(module: nn.Module) -> bool:
     """
     with torch.random.fork_rng([]), torch.autocast("cpu", enabled=False):
         torch.default_generator.manual_seed(0)
-        small = _small_copy(module)
-        draw = partial(torch.randn, 1, 8, 2, device="cpu", dtype=torch.float32)
-        return all(_agrees(small, scale * draw()) for scale in (1.0, 1e4))
+        small, shape, cpu = _small_copy(module), (1, 8, 2), {"device": "cpu", "dtype": torch.float32}
+        return all(_agrees(small, scale * torch.randn(shape, **cpu)) for scale in (1.0, 1e4))
 
 
 def _small_copy(module: nn.Module) -> nn.Module:

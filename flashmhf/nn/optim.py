@@ -63,13 +63,12 @@ def param_groups(
         kind = "projection" if parameter in projections else "plain"
         kind = "undecayed" if parameter.dim() < 2 or parameter in norms else kind
         members[kind, muon and kind != "undecayed" and parameter not in others].append(parameter)
-    groups = []
-    for (kind, is_matrix), params in members.items():
-        if params:
-            share = shares[kind]
-            group = {"params": params, "lr": lr * share, "lr_share": share, "weight_decay": decays[kind]}
-            groups.append(group | ({"muon": is_matrix} if muon else {}))
-    return groups
+    return [
+        {"params": params, "lr": lr * shares[kind], "lr_share": shares[kind], "weight_decay": decays[kind]}
+        | ({"muon": is_matrix} if muon else {})
+        for (kind, is_matrix), params in members.items()
+        if params
+    ]
 
 
 def _parameters_of(model: nn.Module, kind: type | tuple[type, ...], *parts: str) -> set[Tensor]:
