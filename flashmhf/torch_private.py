@@ -95,6 +95,7 @@ def autocasts(device_type: str) -> bool:
     return has_autocast and torch.is_autocast_enabled(device_type)
 
 
+# asked before :func:`autocasts`, which takes longer; it knows of GPUs and CPUs, but not of all devices, such as mps
 any_autocast: Callable[[], bool] = find("torch._C._is_any_autocast_enabled", lambda: True)
 transforms: Callable[[], bool] = find("torch._C._are_functorch_transforms_active", lambda: True)
 function_modes: Callable[[], int] = find("torch._C._len_torch_function_stack", lambda: 1)

@@ -188,7 +188,7 @@ def run(x: Tensor, weights: LayerWeights, backend: str = "auto", activation: str
         watched = function_modes() > 0 and has_function_mode()
         if watched or (not x.is_meta and is_autocast_enabled(x.device.type)):
             return None
-    elif any_autocast() and autocasts(x.device.type):
+    elif (any_autocast() or not (x.is_cuda or x.is_cpu)) and autocasts(x.device.type):
         return None
     elif is_direct(*tensors):
         return values(Call(x, weights, backend, activation))
