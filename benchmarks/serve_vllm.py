@@ -76,17 +76,19 @@ def run(engine, prompts: list[list[int]], new: int) -> tuple[float, float]:
     return first[0] - start, (last[1] - first[1]) / max(last[0] - first[0], 1e-9)
 
 
-def measure(name: str, directory: Path, decode: tuple[int, ...], new: int, rounds: int) -> dict:
+def measure(name: str, directory: Path, options: argparse.Namespace) -> dict:
     """Serve one model in this process; its figures are medians, with all rounds beside them."""
     import torch
     from vllm import EngineArgs, LLMEngine
 
     torch.manual_seed(0)
-    quantization = MODELS[name][2]
+    quantization, new, rounds = MODELS[name][2], options.new, options.rounds
+    decode = options.decode or (DECODE if quantization is None else (1, 32))
     settings = {
         "model": str(directory), "dtype": "bfloat16", "load_format": "dummy",
         "quantization": None if quantization == "stored" else quantization, "skip_tokenizer_init": True,
         "enable_prefix_caching": False, "max_model_len": LONG + 1, "max_num_seqs": 256, "max_num_batched_tokens": 8192,
+        "gpu_memory_utilization": options.memory,
     }  # fmt: skip
     started = time.perf_counter()
     engine = LLMEngine.from_engine_args(EngineArgs(**settings, disable_log_stats=True))
@@ -98,7 +100,7 @@ def measure(name: str, directory: Path, decode: tuple[int, ...], new: int, round
 
     run(engine, prompts(4, PROMPT), 8)
     rows = []
-    for batch in PREFILL:
+    for batch in options.prefill:
         samples = [run(engine, prompts(batch, LONG), 1)[0] for _ in range(rounds + 1)][1:]
         seconds = statistics.median(samples)
         row = {"part": "prefill", "batch": batch, "prompt": LONG, "tokens_s": batch * LONG / seconds}
@@ -121,7 +123,9 @@ def alone(name: str, gpu: int, folder: Path, options: argparse.Namespace) -> dic
     """Measure one model in a process of its own on one GPU; its output goes to a file."""
     result, log = folder / f"{name}.json", folder / f"{name}.log"
     command = [sys.executable, "-m", "benchmarks.serve_vllm", "--one", name, "--out", str(result)]
-    command += ["--new", str(options.new), "--rounds", str(options.rounds)]
+    for option in ("new", "rounds", "memory", "prefill", "decode"):
+        value = getattr(options, option)
+        command += [f"--{option}", *map(str, value if isinstance(value, (list, tuple)) else [value])] if value else []
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     device = seen.split(",")[gpu] if seen else str(gpu)
     with log.open("w") as file:
@@ -154,15 +158,16 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS)[:5], help="those of 1.3B")
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prefill", type=int, nargs="+", default=PREFILL, metavar="N", help=f"prompts of {LONG:,}")
+    parser.add_argument("--decode", type=int, nargs="+", metavar="N", help="sequences")
+    parser.add_argument("--memory", type=float, default=0.9, help="share of a GPU's memory that the engine takes (0.9)")
     parser.add_argument("--one", choices=MODELS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.one:
             write_config(options.one, folder / "model")
-            decode = DECODE if MODELS[options.one][2] is None else (1, 32)
-            result = measure(options.one, folder / "model", decode, options.new, options.rounds)
-            options.out.write_text(json.dumps(result))
+            options.out.write_text(json.dumps(measure(options.one, folder / "model", options)))
             return 0
         import torch
 
