@@ -130,7 +130,7 @@ def test_compiles_to_e4m3_products(capability, head_dim, monkeypatch):
     compiled = aot.compile_plan(plan, types | dict.fromkeys(("k8", "u8", "v8"), torch.float8_e4m3fn), capability)
     instruction = "wgmma.mma_async" if capability == 90 else "mma.sync"
     assert any(instruction in line and "e4m3.e4m3" in line for line in compiled.ptx.splitlines())
-    assert compiled.shared <= 99 * 1024 and compiled.stack <= 128
+    assert compiled.shared <= 99 * 1024 and compiled.stack <= 256  # bytes of a thread
 
 
 @runs_kernels

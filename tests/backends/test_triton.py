@@ -151,13 +151,16 @@ def test_weights_and_tokens_off_alignment():
 
 @runs_kernels
 def test_needs_and_dq_dtype():
-    p = make(70, 2, 32, 2, 48, HALF)
-    full = run(p)[1:]
-    for tokens, weights in ((True, False), (False, True), (False, False)):
-        parts = back_end.backward(p.grad_out, *p.operands, p.r, Settings(needs=(tokens, weights)))
-        for part, whole, needed in zip(parts, full, (tokens, weights, weights, weights, tokens), strict=True):
-            assert torch.equal(part, whole) if needed else part.shape == (0,)
-    dq, _ = launch.token_grads(p.grad_out, *p.operands, p.r, Settings(), torch.float32)
+    p = make(40, 2, 32, 2, 48, HALF)
+    router = Router(p.w, p.eps)
+    for r in (router, p.r):
+        full = back_end.backward(p.grad_out, *p.operands, r, Settings(deterministic=True))
+        for tokens, weights in ((True, False), (False, True), (False, False)):
+            settings, of_gate = Settings(True, (tokens, weights)), weights if r is router else tokens
+            parts = back_end.backward(p.grad_out, *p.operands, r, settings)
+            for part, whole, needed in zip(parts, full, (tokens, weights, weights, weights, of_gate), strict=True):
+                assert torch.equal(part, whole) if needed else part.shape == (0,)
+    dq, _ = launch.token_grads(p.grad_out, *p.operands, p.r, Settings(True), torch.float32)
     assert dq.dtype == torch.float32 and torch.equal(dq.to(HALF), full[0])
     assert back_end.backward(p.grad_out, *p.operands, None, Settings())[4].shape == (0,)
 

@@ -66,7 +66,8 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Ga
     """Return (dq, dk, du, dv, dr), or dw in place of dr for a router, whose part dq then includes."""
     from . import gate_kernels, launch
 
-    needs_tokens, needs_weights = settings.needs
+    if not any(settings.needs):
+        return tuple(q.new_empty(0) for _ in range(5))
     if isinstance(r, Router):  # dr feeds dw as well as dq, whose parts are added before the one rounding to q's dtype
         values = gate_kernels.gate(q, r)
         dq, dr = launch.token_grads(grad_out, q, k, u, v, values, settings._replace(needs=(True, True)), torch.float32)
@@ -74,6 +75,6 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Ga
     else:
         values = r
         dq, of_gate = launch.token_grads(grad_out, q, k, u, v, r, settings, q.dtype)
-    if needs_weights:
+    if settings.needs[1]:
         return dq, *launch.weight_grads(grad_out, q, k, u, v, values, settings.activation), of_gate
     return dq, *(q.new_empty(0) for _ in range(3)), of_gate

@@ -319,7 +319,8 @@ def total(parts: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
 def _add_shares_plan(count: int, splits: int, size: int, out: torch.dtype, device: torch.device) -> Plan:
     block = 64 if count * size < 1 << 20 else 512  # few results are many programs, for the latency of the reads
     grid, config = (triton.cdiv(size, block), count, 1), Config(0, block, 2, 1)
-    return Plan(kernels.add_shares_kernel, device, grid, config, size=size, shares=splits, AT_ONCE=16, BLOCK=block)
+    at_once = min(16, triton.next_power_of_2(splits))
+    return Plan(kernels.add_shares_kernel, device, grid, config, size=size, shares=splits, AT_ONCE=at_once, BLOCK=block)
 
 
 def add_shares(parts: Tensor, dtype: torch.dtype) -> Tensor:
