@@ -163,7 +163,9 @@ def weight_shape(k: Tensor, name: str = "k") -> None:
 def networks(k: Tensor, u: Tensor, v: Tensor, like: Tensor, of: str, contiguous: bool = True) -> None:
     """Refuse k, u, v of another dtype or device than ``like``, called ``of``, and u and v of another shape than k."""
     for name, tensor in (("k", k), ("u", u), ("v", v)):
-        expect_like(name, tensor, like, k.shape, "k's shape [H_kv, E, d_e, d_h]", of=of)
+        # on every call's way: asked first without calls
+        if tensor.shape != k.shape or tensor.dtype != like.dtype or tensor.device != like.device:
+            expect_like(name, tensor, like, k.shape, "k's shape [H_kv, E, d_e, d_h]", of=of)
         if contiguous:
             expect_contiguous(name, tensor)
 
