@@ -5,9 +5,8 @@ $ python experiments/compare.py QUEUE --tokens DIR --out RUNS [--minutes 8.5]
 A queue is a JSON file: {"defaults": settings, "runs": [settings, ...]}, settings being the fields of Run. A call takes
 the first run that nobody holds (by a file lock) or has finished, several at once one each. A finished run is a line of
 RUNS/runs.jsonl, which names its commit. A run that is stopped goes on from RUNS/NAME.state in the next call, with the
-same losses. Under torchrun every GPU takes its share of each batch, and the gradients are added up. Networks of one
-size have equal parameters beside the embedding (1 %) and see equal batches. Model, batches and steps (model.py,
-tokens.py, training.py) are not the recipe's: they repeat the published runs, loss by loss.
+same losses. Networks of one size have equal parameters beside the embedding (1 %) and see equal batches. Model,
+batches and steps (model.py, tokens.py, training.py) are not the recipe's: they repeat the published runs, loss by loss.
 """
 
 from __future__ import annotations
@@ -16,21 +15,19 @@ import argparse
 import dataclasses
 import fcntl
 import math
-import os
 import platform
 import subprocess
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from runs import Run, finished_runs, read_queue, write_lines
 from tokens import Tokens
-from training import TimeUpError, agreed, processes, train
+from training import TimeUpError, train
 
 import flashmhf
 
@@ -43,10 +40,9 @@ def record(run: Run, result: dict[str, object], device: str, commit: str, tokens
         for name in ("losses", "norms")
     }
     packages = {"flashmhf": flashmhf.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
-    name, several = torch.cuda.get_device_name() if device == "cuda" else platform.machine(), processes()[1]
     return {
         "run": run.name, "configuration": dataclasses.asdict(run), "commit": commit,
-        "device": name if several == 1 else f"{several} x {name}",
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
         "versions": packages | {"python": platform.python_version()}, "corpus": tokens.described(), "every": every,
         **result, **means,
     }  # fmt: skip
@@ -81,11 +77,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--commit", default=current_commit())
     options = parser.parse_args(arguments)
     deadline += 60 * options.minutes
-    if "WORLD_SIZE" in os.environ:
-        if options.device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    first = processes()[0] == 0
     device, tokens, failed = options.device, Tokens(options.tokens, options.device), 0
     # a graph for each kind of network
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 256
@@ -93,12 +84,12 @@ def main(arguments: list[str] | None = None) -> int:
     locks, results = options.out / "locks", options.out / "runs.jsonl"
     locks.mkdir(parents=True, exist_ok=True)
     for run in read_queue(options.queue):
-        with lock(locks / run.name, wait=False) if first else nullcontext(False) as held:
-            if not agreed(held and run.name not in finished_runs([results])):
+        with lock(locks / run.name, wait=False) as held:
+            if not held or run.name in finished_runs([results]):
                 continue
             state = options.out / f"{run.name}.state"
             try:
-                if agreed(time.monotonic() > deadline):
+                if time.monotonic() > deadline:
                     raise TimeUpError
                 result = train(run, tokens, device, state, deadline, compiled=device == "cuda")
             except TimeUpError:
@@ -106,17 +97,11 @@ def main(arguments: list[str] | None = None) -> int:
             except Exception:
                 failed = 1
                 print(f"{run.name}: failed\n{traceback.format_exc()}", flush=True)
-                if dist.is_initialized():
-                    raise  # the other processes wait for this one
-                continue
-            if not first:
                 continue
             with lock(locks / ".runs", wait=True):
                 write_lines(results, [record(run, result, device, options.commit, tokens)])
             state.unlink(missing_ok=True)
             print(f"{run.name}: validation loss {result['validation_loss']}", flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return failed
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from model import Model, make_model
 from runs import Run
 from tokens import Tokens
@@ -43,28 +42,6 @@ class TimeUpError(Exception):
     """The minutes are over; the run's state is saved."""
 
 
-def processes() -> tuple[int, int]:
-    """This process's number among those that train together, and how many they are."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def agreed(answer: bool) -> bool:
-    """The first process's answer, on every process."""
-    answers = [answer]
-    if dist.is_initialized():
-        dist.broadcast_object_list(answers)
-    return answers[0]
-
-
-def add_up(tensors: list[Tensor]) -> None:
-    """Replace the tensors by their sums over the processes."""
-    if dist.is_initialized():
-        together = torch.cat([each.flatten() for each in tensors])
-        dist.all_reduce(together)
-        for each, total in zip(tensors, together.split([each.numel() for each in tensors]), strict=True):
-            each.copy_(total.view_as(each))
-
-
 @dataclass
 class Progress:
     """Where a run is and what it has recorded. ``timed`` steps took ``seconds``; compilation, evaluation and saving do
@@ -84,10 +61,9 @@ class Training:
 
     def __init__(self, run: Run, tokens: Tokens, device: str, state: Path, compiled: bool):
         self.run, self.tokens, self.state = run, tokens, state
-        self.process, self.processes = processes()
-        if run.micro_batch % self.processes or run.batch % run.micro_batch:
-            sizes = f"batch is {run.batch}, micro_batch {run.micro_batch}, on {self.processes} processes"
-            raise ValueError(f"{run.name}: {sizes}; supported: each a multiple of the next")
+        if run.batch % run.micro_batch:
+            sizes = f"batch is {run.batch}, micro_batch {run.micro_batch}"
+            raise ValueError(f"{run.name}: {sizes}; supported: a batch that is a multiple of micro_batch")
         self.model = make_model(run, tokens.stored["vocabulary"], device)
         if compiled:
             for part in (*self.model.blocks, self.model.head):
@@ -101,8 +77,6 @@ class Training:
         self.begin = time.monotonic() - self.progress.wall
 
     def save(self) -> None:
-        if self.process > 0:
-            return
         self.progress.wall = time.monotonic() - self.begin
         partial = self.state.with_suffix(".partial")
         parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -123,14 +97,12 @@ class Training:
         progress = self.progress
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * schedule(self.run, progress.step)
-        for part in batch.split(self.run.micro_batch // self.processes)[self.process :: self.processes]:
+        for part in batch.split(self.run.micro_batch):
             with self.autocast:
                 loss = self.model(part.long())
             share = len(part) / self.run.batch
             (loss * share).backward()
             progress.losses[progress.step] += loss.detach() * share
-        gradients = [each.grad for each in self.model.parameters()]
-        add_up([*gradients, progress.losses[progress.step : progress.step + 1]])
         progress.norms[progress.step] = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -140,22 +112,17 @@ class Training:
         """Mean losses by kind and, as "all", of all tokens, in ``sample`` windows a kind, evenly spaced, or all. The
         last batch of a kind stays out where it is not full.
         """
-        found, size = {}, self.run.micro_batch
+        found = {}
         for kind, text in self.tokens.validation.items():
             windows = text.unfold(0, self.run.context + 1, self.run.context)
             if sample is not None and len(windows) > sample:
                 windows = windows[torch.arange(sample, device=text.device) * len(windows) // sample]
-            batches = [windows]
-            if len(windows) >= size:  # equal shares of full batches
-                full = windows[: len(windows) // size * size]
-                batches = full.split(size // self.processes)[self.process :: self.processes]
+            size = min(self.run.micro_batch, len(windows))
+            batches = windows[: len(windows) // size * size].split(size)
             with self.autocast:  # with gradients on: without, every block would be compiled again
-                losses = sum(self.model(batch.long()).item() for batch in batches)
-            found[kind] = torch.tensor([losses, len(batches)], dtype=torch.float64, device=text.device)
-        add_up(list(found.values()))
-        means = {kind: round((losses / count).item(), 5) for kind, (losses, count) in found.items()}
-        losses, count = sum(found.values())
-        return means | {"all": round((losses / count).item(), 5)}
+                found[kind] = [self.model(batch.long()).item() for batch in batches]
+        found["all"] = [loss for losses in found.values() for loss in losses]
+        return {kind: round(sum(losses) / len(losses), 5) for kind, losses in found.items()}
 
 
 def train(run: Run, tokens: Tokens, device: str, state: Path, deadline: float, compiled: bool) -> dict[str, object]:
@@ -185,18 +152,16 @@ def train(run: Run, tokens: Tokens, device: str, state: Path, deadline: float, c
             if time.monotonic() - saved > SAVED:
                 training.save()
                 saved = time.monotonic()
-        if done % CHECKED == 0 and not ended and agreed(time.monotonic() > deadline):
+        if done % CHECKED == 0 and not ended and time.monotonic() > deadline:
             training.save()
-            if training.process == 0:
-                print(f"{run.name}: saved after {done} of {run.steps} steps; {progress.evaluations[-1:]}", flush=True)
+            print(f"{run.name}: saved after {done} of {run.steps} steps; {progress.evaluations[-1:]}", flush=True)
             raise TimeUpError
         if done >= warm:
             wait()
             timed_from = done, time.monotonic()
     memory = torch.cuda.max_memory_allocated() - tokens.bytes if device == "cuda" else None
     losses = training.validate()
-    timed = progress.timed and training.processes == 1  # speeds are those of one GPU
-    speed = round(progress.timed * run.batch_tokens / progress.seconds) if timed else None
+    speed = round(progress.timed * run.batch_tokens / progress.seconds) if progress.timed else None
     return {
         "losses": progress.losses.tolist(), "norms": progress.norms.tolist(),
         "non_embedding": training.model.non_embedding, "evaluations": progress.evaluations,
