@@ -1,4 +1,4 @@
-"""Several GPUs of one host against one of them: the module by heads, collectives, and whole-model training.
+"""Several GPUs of one host against one of them: the module by heads, and whole-model training.
 
     $ python -m benchmarks.distributed --out benchmarks/results/distributed          # all GPUs of this host
     $ python -m benchmarks.distributed --ranks 2 --parts train
@@ -8,7 +8,6 @@ One process per device, all started here, NVLink multicast off. The parts, in th
 
 module       the module by heads at the efficiency table's shape (T = 32,256), over 2, 4, 8 ranks, against one GPU
 compiled     the compiled module by heads over all ranks: an all-reduce; sequence parallelism; the same, asynchronous
-collectives  all-gather, reduce-scatter and all-reduce of bf16 tensors
 train        models of --scale on one GPU (each process trains alone), under FSDP2, tensor parallelism, and both
 
 A layout is "fsdp2 N", "tp N" or "fsdp2 M x tp N" over all ranks, made by the recipe (flashmhf_recipes.layout). Training
@@ -59,11 +58,10 @@ from .harness.measure import clear
 from .harness.training import ALONE, Training, trainable
 from .run import report, rounded
 
-PARTS = ("module", "compiled", "collectives", "train")
+PARTS = ("module", "compiled", "train")
 FFNS = ("flashmhf", "swiglu")
 TP_SIZES = (2, 4, 8)
 ROWS, PASSES = 5, 10
-MIB = 2**20
 TIMEOUT = datetime.timedelta(minutes=3)  # of a collective: the longest wait is for another process to compile
 # A program that uses NVLink multicast can put the GPUs of a host that others share out of service.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -216,11 +214,8 @@ def compiled(job: Job) -> Iterator[dict]:
     yield {"part": "compiled", "tp": 1, "subject": "one", "status": "ok", "ms": {"p50": alone}}
     if one.num_heads % job.ranks:
         return
-    for name, sequence, pipelined in (
-        ("all-reduce", False, False),
-        ("sequence", True, False),
-        ("sequence, asynchronous", True, True),
-    ):
+    ways = ("all-reduce", False, False), ("sequence", True, False), ("sequence, asynchronous", True, True)
+    for name, sequence, pipelined in ways:
         job.free()
         layouts = {"input_layouts": Shard(0), "output_layouts": Shard(0)} if sequence else {}
         many, x = sharded(job.ranks, **layouts), mine if sequence else tokens
@@ -236,30 +231,8 @@ def compiled(job: Job) -> Iterator[dict]:
         check(out, expected.tensor_split(job.ranks)[job.rank] if sequence else expected)
         ms = job.milliseconds(call)
         fused = sorted(set(re.findall(r"symm_mem\.(fused_\w+)", "".join(code))))
-        row = {
-            "part": "compiled", "tp": job.ranks, "subject": name, "status": "ok", "ms": {"p50": ms},
-            "x_one": alone / ms,
-        }  # fmt: skip
-        yield row | {"fused_operators": fused}
-
-
-def collectives(job: Job) -> Iterator[dict]:
-    """Times of the collectives, and the bytes that each process sends over the time."""
-    for mib in (1,) if job.options.smoke else (1, 8, 32, 128):
-        whole = torch.zeros(mib * MIB // 2, dtype=torch.bfloat16, device=job.device)
-        part = whole.chunk(job.ranks)[job.rank].clone()
-        calls = {
-            "all-gather": (functools.partial(dist.all_gather_into_tensor, whole, part), 1),
-            "reduce-scatter": (functools.partial(dist.reduce_scatter_tensor, part, whole), 1),
-            "all-reduce": (functools.partial(dist.all_reduce, whole), 2),
-        }
-        for name, (call, ways) in calls.items():
-            ms = job.milliseconds(call)
-            sent = ways * mib * MIB * (job.ranks - 1) / job.ranks
-            yield {
-                "part": "collectives", "mib": mib, "subject": name, "status": "ok", "ms": {"p50": ms},
-                "gb_per_s": sent / ms / 1e6,
-            }  # fmt: skip
+        row = {"part": "compiled", "tp": job.ranks, "subject": name, "status": "ok", "ms": {"p50": ms}}
+        yield row | {"x_one": alone / ms, "fused_operators": fused}
 
 
 # Training
@@ -288,13 +261,8 @@ def train(job: Job) -> Iterator[dict]:
             job.free()
             sequences = job.options.micro_batch * layout.data_processes
             found = Training(config, job.device, layout, **settings).measure(sequences, job.options.steps)
-            row = {
-                "part": "train",
-                "layout": layout_name,
-                "sequences": sequences,
-                "subject": ffn,
-                "status": "ok",
-            } | found
+            row = {"part": "train", "layout": layout_name, "sequences": sequences, "subject": ffn, "status": "ok"}
+            row |= found
             if layout is ALONE:
                 speed[ffn] = row["tokens_per_s"]
             elif ffn in speed:
