@@ -1,7 +1,7 @@
 """The operator alone: time, rate, memory and error by direction and shape, with a matrix product beside.
 
-A cell is one shape, direction, back end and dtype. Its subjects are the operator, its deterministic mode, the router
-fused and apart, and SwiGLU of the same width, each checked against float64. Small batches are replayed from a graph.
+A cell is one shape, direction, back end and dtype. Its subjects are the operator, with the router fused, and in its
+deterministic mode, each checked against float64. Small batches are replayed from a graph.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 
-import flashmhf
-from flashmhf import reference, testing
+from flashmhf import testing
 
-from ..harness import proxy, timing
+from ..harness import timing
 from ..harness.measure import LIMITS, Cell, Context, MissingError, Prepared, clear, require
 from .shapes import BATCH, LENGTHS
-from .subjects import why_no_backend
+from .subjects import BACKENDS, why_no_backend
 
 FUSED = ("hopper", "triton")
 GRAPH_TOKENS = 1024  # up to so many, the host may take longer to launch a call than the GPU to run it
@@ -86,7 +84,7 @@ class Subject:
 
     call: Callable[[testing.Problem], object]
     work: int
-    check: Callable[[testing.Problem, object], dict[str, tuple[Tensor, Tensor]]] | None = None
+    check: Callable[[testing.Problem, object], dict[str, tuple[Tensor, Tensor]]]
 
 
 # Forward
@@ -106,32 +104,14 @@ def _check_gated_forward(p: testing.Problem, out: Tensor) -> dict[str, tuple[Ten
     return _check_forward(p.routed(), out)
 
 
-def swiglu_like(p: testing.Problem) -> torch.nn.Module:
-    """A SwiGLU network as wide as the problem's heads together."""
-    heads, subnets, subnet_dim, head_dim = p.k.shape
-    module = flashmhf.SwiGLU(heads * head_dim, subnets * subnet_dim, device=p.q.device, dtype=p.q.dtype)
-    for weight in module.parameters():
-        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-    return proxy.of_triton(module)
-
-
-def _forward_subjects(backend: str, compared: bool, swiglu: torch.nn.Module | None) -> dict[str, Subject]:
+def _forward_subjects(backend: str) -> dict[str, Subject]:
     ops = torch.ops.flashmhf
-    subjects = {
+    return {
         "forward": Subject(lambda p: ops.forward(*p.operands, p.r, backend=backend), 6, _check_forward),
         "gated forward": Subject(
             lambda p: ops.gated_forward(*p.operands, p.w, p.eps, backend=backend), 6, _check_gated_forward
         ),
     }
-    if compared:
-        subjects["gate, then forward"] = Subject(
-            lambda p: ops.forward(*p.operands, flashmhf.gate(p.q, p.w, p.eps), backend=backend), 6, _check_gated_forward
-        )
-        if backend not in FUSED:
-            subjects["materialising"] = Subject(lambda p: reference.forward(*p.operands, p.r), 6, _check_forward)
-        if swiglu is not None:
-            subjects["SwiGLU"] = Subject(lambda p: swiglu(p.q.flatten(-2)), 6)
-    return subjects
 
 
 # Backward
@@ -154,40 +134,19 @@ _check_backward = functools.partial(_check_gradients, "exact_backward", "dr")
 _check_gated_backward = functools.partial(_check_gradients, "exact_gated_backward", "dw")
 
 
-def _backward_subjects(backend: str, compared: bool, swiglu: torch.nn.Module | None) -> dict[str, Subject]:
+def _backward_subjects(backend: str) -> dict[str, Subject]:
     ops = torch.ops.flashmhf
 
     def backward(p: testing.Problem, deterministic: bool = False):
         return ops.backward(p.grad_out, *p.operands, p.r, deterministic, backend=backend)
 
-    def both(p: testing.Problem):
-        ops.forward(*p.operands, p.r, backend=backend)
-        return backward(p)
+    def gated(p: testing.Problem):
+        return ops.gated_backward(p.grad_out, *p.operands, p.w, p.eps, backend=backend)
 
     subjects = {"backward": Subject(backward, 16, _check_backward)}
     if backend == "hopper":  # the others are always deterministic
         subjects["deterministic backward"] = Subject(lambda p: backward(p, True), 16, _check_backward)
-    if not compared:
-        return subjects
-    subjects["gated backward"] = Subject(
-        lambda p: ops.gated_backward(p.grad_out, *p.operands, p.w, p.eps, backend=backend), 16, _check_gated_backward
-    )
-    subjects["forward and backward"] = Subject(both, 22, _check_backward)
-    if backend not in FUSED:
-        subjects["materialising"] = Subject(
-            lambda p: reference.backward(p.grad_out, *p.operands, p.r), 16, _check_backward
-        )
-    if swiglu is not None:
-
-        @torch.enable_grad()
-        def training(p: testing.Problem, call: Callable) -> tuple[Tensor, ...]:
-            x = p.q.flatten(-2).detach().requires_grad_()
-            return torch.autograd.grad(call(x), [x, *swiglu.parameters()], p.grad_out.flatten(-2))
-
-        checkpointed = functools.partial(torch.utils.checkpoint.checkpoint, swiglu, use_reentrant=False)
-        subjects["SwiGLU, forward and backward"] = Subject(lambda p: training(p, swiglu), 18)
-        subjects["checkpointed SwiGLU, forward and backward"] = Subject(lambda p: training(p, checkpointed), 18)
-    return subjects
+    return subjects | {"gated backward": Subject(gated, 16, _check_gated_backward)}
 
 
 # Cells
@@ -212,8 +171,7 @@ def _prepare(subject: Subject, problems: list[testing.Problem], size: Size, fuse
     device = context.device
     row: dict[str, object] = {}
     with torch.no_grad():
-        if subject.check:
-            row["error"] = largest_error(subject, problems[0], fused)
+        row["error"] = largest_error(subject, problems[0], fused)
         clear(device)
         once = functools.partial(subject.call, problems[0])
         row["memory_mib"] = (
@@ -232,57 +190,39 @@ def _prepare(subject: Subject, problems: list[testing.Problem], size: Size, fuse
     return Prepared(several, calls * repeats, row | {"flops": subject.work * size.products})
 
 
-def cell(direction: str, backend: str, size: Size, dtype: torch.dtype, *, compared: bool = False) -> Cell:
-    """A shape, a direction, a back end and a dtype. compared: SwiGLU and other code are measured, too."""
-    fused = backend in FUSED
-
-    def inputs(context: Context) -> tuple[list[testing.Problem], torch.nn.Module | None]:
+def cell(direction: str, backend: str, size: Size, dtype: torch.dtype) -> Cell:
+    def inputs(context: Context) -> list[testing.Problem]:
         reason = why_no_backend(backend, context.device, dtype, d_h=size.d_h, d_e=size.d_e)
         if reason is not None:
             raise MissingError(reason)
         bytes_each = dtype.itemsize * (2 * size.T * size.H * size.d_h + 3 * size.H * size.E * size.d_e * size.d_h)
         seeds = range(timing.cold_copies(bytes_each, context.l2_bytes))
         sets = [testing.problem(*asdict(size).values(), dtype, context.device, seed=seed) for seed in seeds]
-        if direction == "forward":  # a model served in 16 bits holds W in 16 bits
-            sets = [replace(p, w=p.w.to(dtype)) for p in sets]
-        return sets, swiglu_like(sets[0]) if compared and fused else None
+        # a model served in 16 bits holds W in 16 bits
+        return [replace(p, w=p.w.to(dtype)) for p in sets] if direction == "forward" else sets
 
-    def prepare(name: str, context: Context, made: tuple) -> Prepared:
-        problems, swiglu = made
-        return _prepare(make(backend, compared, swiglu)[name], problems, size, fused, context)
+    def prepare(subject: Subject, context: Context, problems: list[testing.Problem]) -> Prepared:
+        return _prepare(subject, problems, size, backend in FUSED, context)
 
-    make = {"forward": _forward_subjects, "backward": _backward_subjects}[direction]
-    # made when the cell is measured
-    names = make(backend, compared, torch.nn.Identity() if compared and fused else None)
-    row = {
-        "direction": direction, "backend": backend, "dtype": str(dtype).removeprefix("torch."), **asdict(size),
-    }  # fmt: skip
-    others = {"SwiGLU": "SwiGLU" if direction == "forward" else "SwiGLU, forward and backward"}
-    faster_than = {name: (subject, 1.0) for name, subject in others.items() if subject in names}
-    subjects = {name: functools.partial(prepare, name) for name in names}
-    return Cell(row, subjects, inputs, product=True, faster_than=faster_than, window_scale=2)
+    made = {"forward": _forward_subjects, "backward": _backward_subjects}[direction](backend)
+    row = {"direction": direction, "backend": backend, "dtype": str(dtype).removeprefix("torch."), **asdict(size)}
+    subjects = {name: functools.partial(prepare, subject) for name, subject in made.items()}
+    return Cell(row, subjects, inputs, product=True, window_scale=2)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--backend", nargs="+", choices=flashmhf.info().reasons, help="the first usable here")
+    add("--backend", nargs="+", choices=BACKENDS, help="the first usable here")
     add("--shapes", nargs="+", type=Size.parse, default=[], metavar="T,H,d_h,E,d_e", help="default: the paper's")
-    add("--alone", action="store_true", help="with --shapes: the operator without what it is compared with")
     add("--quick", action="store_true", help="fewer shapes")
 
 
 def cells(options: argparse.Namespace, context: Context) -> list[Cell]:
-    """FLAGSHIP and the given shapes are measured with all comparisons."""
-    size = FLAGSHIP
-    reasons = {
-        name: why_no_backend(name, context.device, context.dtype, d_h=size.d_h, d_e=size.d_e)
-        for name in flashmhf.info().reasons
-    }
-    names = options.backend or [next(name for name, reason in reasons.items() if reason is None)]
-    found = []
-    for direction in options.parts:
-        for backend in names:
-            for size in options.shapes or (QUICK if options.quick else SIZES)[direction]:
-                compared = not options.alone if options.shapes else size == FLAGSHIP
-                found.append(cell(direction, backend, size, context.dtype, compared=compared))
-    return found
+    usable = {"d_h": FLAGSHIP.d_h, "d_e": FLAGSHIP.d_e}
+    first = next(name for name in BACKENDS if why_no_backend(name, context.device, context.dtype, **usable) is None)
+    return [
+        cell(direction, backend, size, context.dtype)
+        for direction in options.parts
+        for backend in options.backend or [first]
+        for size in options.shapes or (QUICK if options.quick else SIZES)[direction]
+    ]

@@ -95,11 +95,7 @@ def cells(options: argparse.Namespace, context: Context) -> list[Cell | HostCell
             layer.layer_cell(group, SHAPES["paper"], LENGTH, NETWORKS, direction=direction)
             for group, direction in (("latency", "forward"), ("training", "training"))
         ],
-        "operator": [
-            of_operator(direction, size=size, compared=size == operator.FLAGSHIP)
-            for direction in ("forward", "backward")
-            for size in sizes
-        ],
+        "operator": [of_operator(direction, size=size) for direction in ("forward", "backward") for size in sizes],
         "few": [of_operator("forward", size=size) for size in few],
         "host": [HostCell(tokens) for tokens in HOST_TOKENS],
     }
