@@ -69,12 +69,10 @@ class Fp8SwiGLU(nn.Module):
         return self.down(nn.functional.silu(gate) * up)
 
 
-def weights(
-    context: Context, heads: int, subnets: int, subnet_dim: int, head_dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    k, u, v = (
-        torch.randn(heads, subnets, subnet_dim, head_dim, device=context.device, dtype=context.dtype) for _ in range(3)
-    )
+def weights(context: Context, *size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """K, U and V of ``size`` H, E, d_e, d_h."""
+    _, subnets, subnet_dim, head_dim = size
+    k, u, v = (torch.randn(size, device=context.device, dtype=context.dtype) for _ in range(3))
     return k / math.sqrt(head_dim), u / math.sqrt(head_dim), v / math.sqrt(subnets * subnet_dim)
 
 
@@ -102,59 +100,41 @@ def swiglu_layer(device: torch.device, dtype: torch.dtype) -> nn.Module:
     return torch.compile(layer, fullgraph=True, dynamic=True)
 
 
-def operator_cell(head_dim: int, tokens: int) -> Cell:
-    """The FP8 operator beside the 16-bit one; at d_h = 128 also beside an FP8 SwiGLU of equal size."""
+def operator_cell(part: str, head_dim: int, tokens: int) -> Cell:
+    """The FP8 operator beside the 16-bit one: its operations, beside an FP8 SwiGLU of equal size at d_h = 128; in
+    decode, where weights come from DRAM, their bytes."""
     heads, subnets, subnet_dim = HEADS[head_dim]
-    work = {"flops": 6 * tokens * heads * head_dim * subnets * subnet_dim}
-    calls = 1 if tokens > 4096 else 8
+    few, size = part == "decode", 3 * heads * subnets * subnet_dim * head_dim
+    sets, repeats = (LAYERS, 5) if few else (1, 1 if tokens > 4096 else 8)
+
+    def work(bytes_each: int) -> dict[str, int]:
+        return {"bytes": bytes_each * size} if few else {"flops": 2 * tokens * size}
 
     def make(context: Context) -> tuple:
-        kuv = weights(context, heads, subnets, subnet_dim, head_dim)
-        return kuv, quantize.pack_fp8(*kuv), *inputs(context, tokens, heads, subnets, head_dim)
+        layers = [weights(context, heads, subnets, subnet_dim, head_dim) for _ in range(sets)]
+        return layers, *inputs(context, tokens, heads, subnets, head_dim)
 
     def fp8(context: Context, made: tuple) -> Prepared:
-        kuv, packed, q, r = made
-        chosen = torch.linspace(0, tokens - 1, 64, device=q.device).long()
-        exact = reference.forward(*(x.double() for x in (q[chosen], *kuv, r[chosen])))
-        error = require({"out": relative_l2(quantize.forward(q, packed, r)[chosen], exact)}, ERROR_LIMIT)
-        return graph([lambda: quantize.forward(q, packed, r)] * calls, work | {"error": error})
+        layers, q, r = made
+        packed = [quantize.pack_fp8(*kuv) for kuv in layers]
+        chosen = torch.linspace(0, tokens - 1, min(tokens, 64), device=q.device).long()
+        exact = reference.forward(*(x.double() for x in (q[chosen], *layers[0], r[chosen])))
+        error = require({"out": relative_l2(quantize.forward(q, packed[0], r)[chosen], exact)}, ERROR_LIMIT)
+        calls = [functools.partial(quantize.forward, q, each, r) for each in packed * repeats]
+        return graph(calls, work(1) | {"error": error})
 
     def plain(context: Context, made: tuple) -> Prepared:
-        kuv, _, q, r = made
-        return graph([lambda: flashmhf.flash_mhf(q, *kuv, r)] * calls, work)
+        layers, q, r = made
+        return graph([functools.partial(flashmhf.flash_mhf, q, *each, r) for each in layers * repeats], work(2))
 
     def swiglu(context: Context, made: tuple) -> Prepared:
-        x, layer = made[2].view(tokens, -1), swiglu_layer(context.device, context.dtype)
-        return graph([lambda: layer(x)] * calls, work)
+        x, layer = made[1].view(tokens, -1), swiglu_layer(context.device, context.dtype)
+        return graph([functools.partial(layer, x)] * repeats, work(1))
 
-    subjects = {"fp8": fp8, "16 bits": plain} | ({"swiglu fp8": swiglu} if head_dim == 128 else {})
-    row = {"part": "operator", "d_h": head_dim, "T": tokens}
-    return Cell(
-        row, subjects, make, product=True, faster_than={name: (name, 1.0) for name in subjects if name != "fp8"},
-        window_scale=2,
-    )  # fmt: skip
-
-
-def decode_cell(tokens: int) -> Cell:
-    """The operator for few tokens: time, and the bytes of the weights over it."""
-    heads, subnets, subnet_dim = HEADS[128]
-    size = 3 * heads * subnets * subnet_dim * 128
-
-    def make(context: Context) -> tuple:
-        layers = [weights(context, heads, subnets, subnet_dim, 128) for _ in range(4)]
-        return layers, *inputs(context, tokens, heads, subnets, 128)
-
-    def fp8(context: Context, made: tuple) -> Prepared:
-        layers, q, r = made
-        packed = [quantize.pack_fp8(*layer) for layer in layers]
-        return graph([lambda each=each: quantize.forward(q, each, r) for each in packed * 5], {"bytes": size})
-
-    def plain(context: Context, made: tuple) -> Prepared:
-        layers, q, r = made
-        return graph([lambda each=each: flashmhf.flash_mhf(q, *each, r) for each in layers * 5], {"bytes": 2 * size})
-
-    subjects = {"fp8": fp8, "16 bits": plain}
-    return Cell({"part": "decode", "d_h": 128, "T": tokens}, subjects, make, faster_than={"16 bits": ("16 bits", 1.0)})
+    subjects = {"fp8": fp8, "16 bits": plain} | ({"swiglu fp8": swiglu} if head_dim == 128 and not few else {})
+    faster = {name: (name, 1.0) for name in subjects if name != "fp8"}
+    row = {"part": part, "d_h": head_dim, "T": tokens}
+    return Cell(row, subjects, make, product=not few, faster_than=faster, window_scale=1 if few else 2)
 
 
 @functools.cache
@@ -210,8 +190,8 @@ def cells(options: argparse.Namespace, context: Context) -> list[Cell]:
     if context.device.type != "cuda":
         raise MissingError("the suite fp8 needs a CUDA GPU")
     found = {
-        "operator": [operator_cell(d_h, tokens) for d_h in HEADS for tokens in (1536, 32256)],
-        "decode": [decode_cell(tokens) for tokens in options.tokens or DECODE_TOKENS],
+        "operator": [operator_cell("operator", d_h, tokens) for d_h in HEADS for tokens in (1536, 32256)],
+        "decode": [operator_cell("decode", 128, tokens) for tokens in options.tokens or DECODE_TOKENS],
         "networks": [network_cell(t, way) for t in options.tokens or NETWORK_TOKENS for way in ("graph", "called")],
     }
     return [cell for part in options.parts for cell in found[part]]
