@@ -13,8 +13,8 @@ problem it is, then
 ``subject``, ``status``, and ``ms`` with the 20, 50 and 80 percentiles.
 
 ``--base`` measures another build in the same run, cell by cell in turn with this one: a folder with a source tree and
-its built library (``flashmhf/libflashmhf_hopper.so``), or a commit, which is checked out and built beside this
-checkout. Both are measured by this checkout's benchmarks. Rows then have ``build`` and ``turn``.
+its built library (``flashmhf/libflashmhf_hopper.so``). Both are measured by this checkout's benchmarks. Rows then have
+``build`` and ``turn``.
 
 Exit status 1: a subject was wrong or failed.
 """
@@ -22,7 +22,6 @@ Exit status 1: a subject was wrong or failed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import importlib
 import json
@@ -31,10 +30,9 @@ import pathlib
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -61,7 +59,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, object]:
     add("--suite", choices=SUITES, required=True)
     add("--out", type=pathlib.Path, metavar="PREFIX", help="write PREFIX_DEVICE.json and PREFIX_DEVICE.md")
     add("--as", dest="architecture", metavar="sm80", help="Triton's code for another GPU, on this one")
-    add("--base", metavar="FOLDER_OR_COMMIT", help="another build to measure in turn with this one")
+    add("--base", type=pathlib.Path, metavar="FOLDER", help="another build to measure in turn with this one")
     add("--turns", type=int, default=2, help="with --base: how often each cell is measured (2)")
     add("--apart", type=float, metavar="SECONDS", help="each cell in a process of its own, ended after them")
     add("--memory", type=float, metavar="GIB", help="use no more of a GPU")
@@ -77,6 +75,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, object]:
         suite = importlib.import_module(f".suites.{name}", __package__)
         suite.add_options(parser)
     options = parser.parse_args(arguments)
+    if options.base and not (options.base / "flashmhf").is_dir():
+        parser.error(f"--base is {options.base}; it must be a folder with a source tree, its library built")
     if options.architecture:
         from .harness import proxy
 
@@ -102,9 +102,8 @@ def make_context(options: argparse.Namespace):
 def new_record(options: argparse.Namespace) -> dict:
     from .harness.environment import describe
 
-    settings = {
-        name: getattr(options, name) for name in ("dtype", "rounds", "window", "parts", "memory", "architecture")
-    }
+    names = ("dtype", "rounds", "window", "parts", "memory", "architecture")
+    settings = {name: getattr(options, name) for name in names}
     return {"suite": options.suite, "environment": describe(options.device), "settings": settings, "rows": []}
 
 
@@ -193,22 +192,6 @@ def serve(arguments: list[str]) -> None:
         said(json.dumps({"rows": cells[int(index)].measure(context)}))
 
 
-@contextlib.contextmanager
-def source_tree(base: str) -> Iterator[pathlib.Path]:
-    """The folder ``base``, or a worktree of the commit ``base`` in which the library has been built."""
-    if pathlib.Path(base).is_dir():
-        yield pathlib.Path(base).resolve()
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        tree = pathlib.Path(folder) / "tree"
-        subprocess.run(["git", "-C", ROOT, "worktree", "add", "--detach", tree, base], check=True)
-        try:
-            subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree, check=True)
-            yield tree
-        finally:
-            subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", tree], check=True)
-
-
 def compare(options: argparse.Namespace, arguments: list[str], save: Callable[[dict], None]) -> dict:
     """The record of this build and of ``options.base``, whose cells take turns."""
     from .harness import measure as harness
@@ -216,18 +199,17 @@ def compare(options: argparse.Namespace, arguments: list[str], save: Callable[[d
     context, record, start = make_context(options), new_record(options), time.monotonic()
     record["before"] = harness.yardstick(context)
     harness.clear(context.device)
-    with source_tree(options.base) as tree:
-        workers = {"base": Worker(tree, arguments), "this": Worker(ROOT, arguments)}
-        said = {build: worker.answer() for build, worker in workers.items()}
-        record["builds"] = {build: answer["environment"] for build, answer in said.items()}
-        for index in range(said["this"]["cells"]):
-            for turn in range(options.turns):
-                for build, worker in workers.items():
-                    record["rows"] += [{**row, "build": build, "turn": turn} for row in worker.rows(index)]
-            record["seconds"] = round(time.monotonic() - start, 1)
-            save(record)
-        for worker in workers.values():
-            worker.end()
+    workers = {"base": Worker(options.base.resolve(), arguments), "this": Worker(ROOT, arguments)}
+    said = {build: worker.answer() for build, worker in workers.items()}
+    record["builds"] = {build: answer["environment"] for build, answer in said.items()}
+    for index in range(said["this"]["cells"]):
+        for turn in range(options.turns):
+            for build, worker in workers.items():
+                record["rows"] += [{**row, "build": build, "turn": turn} for row in worker.rows(index)]
+        record["seconds"] = round(time.monotonic() - start, 1)
+        save(record)
+    for worker in workers.values():
+        worker.end()
     record["after"] = harness.yardstick(context)
     save(record)
     return record

@@ -15,16 +15,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rows import (
-    Row,
-    differences,
-    differences_on_the_way,
-    interval,
-    losses_after,
-    most_seeds_then_lowest,
-    pairs,
-    rows,
-)
+from rows import Row, best_first, differences, differences_on_the_way, interval, losses_after, pairs, rows
 from runs import finished_runs, write_lines
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -92,10 +83,12 @@ def network(row: Row) -> str:
     return f"{NETWORKS[settings['ffn']]} {', '.join(sizes)}"
 
 
-def _difference(found: list[float]) -> str:
-    """The mean, and half its interval where there are several."""
+def _compared(ours: dict[int, float], theirs: dict[int, float]) -> list[str]:
+    """Both mean losses; their difference over the seeds that both have, with half its interval; how many those are."""
+    found = differences(ours, theirs)
     half = interval(found)
-    return f"{statistics.mean(found):+.4f}" + ("" if half is None else f" ± {half:.4f}")
+    losses = [f"{statistics.mean(each.values()):.3f}" for each in (ours, theirs)]
+    return [*losses, f"{statistics.mean(found):+.4f}" + ("" if half is None else f" ± {half:.4f}"), str(len(found))]
 
 
 def _table(header: list[str], lines: list[list[str]]) -> str:
@@ -117,12 +110,11 @@ def pairs_block(found: list[Row]) -> str:
     """A line per pair of the long trainings: loss, speed on an H100, memory."""
     lines = []
     for ours, theirs in (pair for pair in pairs(found) if pair[0].is_long):
-        losses = [f"{row.mean:.3f}" for row in (ours, theirs)]
         speed, other = (_speed_on_an_h100(row, found) for row in (ours, theirs))
         memory = [f"{row.records[0]['peak_memory'] / 2**30:.1f}" for row in (ours, theirs)]
-        each = differences(ours.losses, theirs.losses)
-        cells = [ours.title, f"{ours.layers} for {theirs.layers}", *losses, _difference(each)]
-        lines.append([*cells, f"{speed / other:.2f}" if speed and other else "–", *memory, str(len(each))])
+        *compared, seeds = _compared(ours.losses, theirs.losses)
+        cells = [ours.title, f"{ours.layers} for {theirs.layers}", *compared]
+        lines.append([*cells, f"{speed / other:.2f}" if speed and other else "–", *memory, seeds])
     header = ["size, tokens", "layers", "loss", "SwiGLU's", "difference, nats", "speed ÷ SwiGLU's", "GiB", "SwiGLU's"]
     return _table([*header, "seeds"], lines)
 
@@ -134,10 +126,8 @@ def longer_block(found: list[Row]) -> str:
         ends = round(ours.per_parameter)
         points = {each: each * ours.non_embedding for each in range(20, ends, 20)} | {ends: ours.tokens}
         for per_parameter, tokens in points.items():
-            there = [losses_after(row, tokens) for row in (ours, theirs)]
-            each = differences(*there)
-            losses = [f"{statistics.mean(losses.values()):.3f}" for losses in there]
-            lines.append([_pair_name(ours, theirs), str(per_parameter), *losses, _difference(each), str(len(each))])
+            there = (losses_after(row, tokens) for row in (ours, theirs))
+            lines.append([_pair_name(ours, theirs), str(per_parameter), *_compared(*there)])
     return _table(["pair", "tokens per parameter", "loss", "SwiGLU's", "difference, nats", "seeds"], lines)
 
 
@@ -146,9 +136,7 @@ def short_block(found: list[Row]) -> str:
     lines = []
     for ours, theirs in (pair for pair in pairs(found) if not pair[0].is_long):
         sizes = [ours.title, f"{ours.per_parameter:.1f}", f"{ours.layers} for {theirs.layers}"]
-        losses = [f"{row.mean:.3f}" for row in (ours, theirs)]
-        each = differences(ours.losses, theirs.losses)
-        lines.append([*sizes, *losses, _difference(each), str(len(each))])
+        lines.append([*sizes, *_compared(ours.losses, theirs.losses)])
     header = ["size, tokens", "tokens per parameter", "layers", "loss", "SwiGLU's", "difference, nats", "seeds"]
     return _table(header, lines)
 
@@ -181,7 +169,7 @@ def long_block(found: list[Row]) -> str:
         networks.setdefault((row.title, name), []).append(row)
     lines = []
     for (size, name), of_network in networks.items():
-        best_row, *others = sorted(of_network, key=most_seeds_then_lowest)
+        best_row, *others = sorted(of_network, key=best_first)
         tried = "; ".join(f"{_rate(row)}: {row.mean:.3f}" for row in others) or "–"
         cells = [size, name, _rate(best_row), f"{best_row.mean:.3f}", tried, str(len(best_row.losses))]
         speeds = _speeds(record for row in of_network for record in row.records)

@@ -81,14 +81,14 @@ def rows(files: Iterable[Path]) -> list[Row]:
     return sorted(found.values(), key=lambda row: (row.non_embedding // 2_000_000, row.mean))
 
 
-def most_seeds_then_lowest(row: Row) -> tuple[int, float]:
+def best_first(row: Row) -> tuple[int, float]:
     return -len(row.losses), row.mean
 
 
 def pairs(found: list[Row]) -> list[tuple[Row, Row]]:
     """Return FlashMHF's and SwiGLU's best row (most seeds, then the lowest loss) of each size that has both with a
     common seed. After it come FlashMHF's rows of other depths in the same settings."""
-    chosen, ranked = [], sorted(found, key=most_seeds_then_lowest, reverse=True)
+    chosen, ranked = [], sorted(found, key=best_first, reverse=True)
     best = {(row.configuration["ffn"], row.configuration["size"]): row for row in ranked}  # the last one of each stays
     sizes = {row.configuration["size"]: (row.configuration["non_embedding"], row.per_parameter) for row in found}
     for size in sorted(sizes, key=sizes.__getitem__):

@@ -287,18 +287,12 @@ def _ours(backend: str) -> Subject:
 _ALL = (
     *(_ours(backend) for backend in BACKENDS),
     replace(
-        _ours("triton"),
-        name="flashmhf_triton_compiled",
-        title="FlashMHF (triton, torch.compile)",
+        _ours("triton"), name="flashmhf_triton_compiled", title="FlashMHF (triton, torch.compile)",
         caller=_compiled_module,
     ),
     Subject(
-        "flashmhf_triton_operator",
-        "the heads' networks (triton)",
-        lambda shape, settings: _Operator(shape, settings, "triton"),
-        _exact_operator,
-        _layers,
-        Shape.kernel_flops,
+        "flashmhf_triton_operator", "the heads' networks (triton)",
+        lambda shape, settings: _Operator(shape, settings, "triton"), _exact_operator, _layers, Shape.kernel_flops,
         functools.partial(_why_no_backend, "triton"),
         backward_flops=lambda shape, tokens: 8 * shape.kernel_flops(tokens) // 3,
     ),
@@ -309,14 +303,10 @@ _ALL = (
     Subject("mhffn_naive", "MH-FFN (naive)", _make_mhffn, **(_FLASHMHF | {"exact": _exact_mhffn})),
     Subject("dense_moe", "Dense-MoE", _make_dense_moe, _exact_dense_moe, _swiglu_layers, Shape.kernel_flops),
     Subject(
-        "official",
-        "official FlashMHF (Triton)",
-        _Official,
-        why_missing=_why_no_official,
-        backward_flops=_backward_flops,
-        **(_FLASHMHF | {"exact": _exact_official}),
-    ),  # fmt: skip
-)
+        "official", "official FlashMHF (Triton)", _Official, why_missing=_why_no_official,
+        backward_flops=_backward_flops, **(_FLASHMHF | {"exact": _exact_official}),
+    ),
+)  # fmt: skip
 SUBJECTS: dict[str, Subject] = {subject.name: subject for subject in _ALL}
 
 

@@ -121,6 +121,9 @@ def test_two_builds_take_turns(capsys):
     assert run.main([*OPERATOR, "--base", str(ROOT), "--turns", "1"]) == 0
     out = capsys.readouterr().out
     assert "this ÷ base" in out and "base: commit" in out and "failed" not in out
+    with pytest.raises(SystemExit):
+        run.main([*OPERATOR, "--base", "no-such-folder"])
+    assert "--base is no-such-folder; it must be a folder" in capsys.readouterr().err
 
 
 def test_whole_models(capsys, monkeypatch):
