@@ -109,7 +109,7 @@ def test_a_run_goes_on_where_its_minutes_were_over_with_the_same_losses(tokens, 
 def finished_long_run(ffn, seed, change=0.0, **configuration):
     """A line of a training of 60 tokens per parameter whose loss falls by 1 in each third, plus ``change``."""
     ours = {"heads": 3, "subnets": 3, "layers": 7, "width": 768} if ffn == "flashmhf" else {"layers": 8, "width": 832}
-    sizes = {"size": "12M, 745M tokens", "non_embedding": 12_400_000, "steps": 11_360, "learning_rate": 5.6e-3}
+    sizes = {"size": "12M, 744M tokens", "non_embedding": 12_400_000, "steps": 11_360, "learning_rate": 5.6e-3}
     run = runs.Run(name=f"{ffn}-{seed}-{len(configuration)}", ffn=ffn, seed=seed, **sizes | ours | configuration)
     points = {tokens: 5 - tokens / 248_000_000 + change for tokens in range(62_000_000, 744_000_000, 62_000_000)}
     return {
