@@ -219,6 +219,5 @@ def test_what_the_operator_for_the_module_does_not_read_goes_to_its_parts(needs_
             linear = getattr(module, name)
             linear.weight = nn.Parameter(linear.weight.t().contiguous().t())
         assert relative_l2(module(x), expected) < 1e-2
-        module.u = nn.Parameter(module.u.transpose(1, 2).contiguous().transpose(1, 2))
-        with pytest.raises(ValueError, match="u has strides .* it must be contiguous"):
-            module(x)
+        module.u = nn.Parameter(module.u.transpose(1, 2).contiguous().transpose(1, 2))  # read from a copy
+        assert relative_l2(module(x), expected) < 1e-2
