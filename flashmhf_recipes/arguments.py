@@ -1,4 +1,4 @@
-"""What commands share: a parser whose errors are exceptions, flags made from a dataclass, devices by name."""
+"""What commands share: a parser whose errors are exceptions, flags made from a dataclass, values and devices."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import math
 import os
 import types
 import typing
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-from .errors import OptionError
+from .errors import OptionError, refuse
 
 _TRUTH = {"yes": True, "on": True, "true": True, "1": True, "no": False, "off": False, "false": False, "0": False}
 
@@ -67,6 +68,20 @@ def fits(value: object, kind: Any) -> bool:
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, origin or kind)
+
+
+def check_value(named: str, value: object, kind: Any, supported: tuple[str, Callable] | None = None) -> None:
+    """Raise OptionError for a value that is not of the type, not what is ``supported``, or that JSON cannot hold."""
+    if value is None and fits(None, kind):  # as of a preset
+        return
+    shown = ", ".join(typing.get_args(kind)) if typing.get_origin(kind) is typing.Literal else None
+    shown = shown or getattr(typing.get_origin(kind) or kind, "__name__", str(kind))
+    text, holds = supported or (shown, lambda _: True)
+    try:
+        inside = fits(value, kind) and holds(value) and bool(json.dumps(value))
+    except (TypeError, OverflowError):  # what is in a dictionary may be of any type; infinity is no integer
+        inside, text = False, "values that JSON has"
+    refuse(not inside, f"{named} {value!r}; supported: {text}")
 
 
 def chosen_device(name: str):

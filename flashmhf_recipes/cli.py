@@ -159,7 +159,7 @@ def _train(parser: Parser, arguments: list[str]) -> int:
     from flashmhf.models.presets import SCALES
 
     from . import training
-    from .options import setting_types
+    from .settings import setting_types
 
     parser.epilog = EXAMPLES.format(ffns=", ".join(FFN_TYPES), scales=", ".join(SCALES))
     parser.add_argument("--output", required=True, metavar="DIR", help="directory of the run")

@@ -26,7 +26,8 @@ from . import checkpoints, data, fused_loss, metrics, pretrained
 from .arguments import one_path
 from .documents import find_files
 from .errors import DataError, OptionError, TrainingError, refuse
-from .options import Options, empty_model, schedule, training_arguments
+from .options import Options
+from .settings import empty_model, schedule, training_arguments
 from .stopping import Stopped, StopSignals
 from .tokenizer import load as load_tokenizer
 from .tokenizer import token_numbers
@@ -67,15 +68,14 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     Raises OptionError before anything is written, DataError, FileExistsError where the directory is in use,
     TrainingError, and Stopped after SIGTERM or SIGINT, which finish and save the step in the main thread.
     """
-    options.refuse_unused()
     options = options.resolve()
     output = Path(options.output)
     if first_process():
         _refuse_occupied(output, options)
     find_files(options.data)
+    arguments = training_arguments(options)
     trained = _load_trained(options) if options.init_from else None
     model = trained[0] if trained else empty_model(options)
-    arguments = training_arguments(options)
     options.layout(arguments.world_size).check(model)
     if options.fused_loss:
         fused_loss.check(model)

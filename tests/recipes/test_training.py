@@ -15,6 +15,7 @@ import flashmhf
 from flashmhf.models.presets import preset
 from flashmhf_recipes import checkpoints, data, metrics, tokenizer, training
 from flashmhf_recipes.errors import TrainingError
+from flashmhf_recipes.settings import training_arguments
 from flashmhf_recipes.training import Options
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -121,7 +122,7 @@ def test_the_papers_settings(tmp_path):
     """Appendix "Training Hyperparameters" at every scale, as the Trainer gets them."""
     for scale, rate, steps in (("128m", 3e-3, 245_000), ("370m", 1.5e-3, 245_000), ("1.3b", 1e-3, 409_000)):
         resolved = Options(output=str(tmp_path), preset=scale, data=["x"]).resolve()
-        arguments = training.training_arguments(resolved)
+        arguments = training_arguments(resolved)
         assert resolved.length == 4096
         assert (arguments.learning_rate, arguments.max_steps) == (rate, steps)
         assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == 64
