@@ -72,8 +72,8 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     output = Path(options.output)
     if first_process():
         _refuse_occupied(output, options)
-    find_files(options.data)
     arguments = training_arguments(options)
+    find_files(options.data)
     trained = _load_trained(options) if options.init_from else None
     model = trained[0] if trained else empty_model(options)
     options.layout(arguments.world_size).check(model)
