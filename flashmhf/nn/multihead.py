@@ -17,7 +17,7 @@ from ..checks import divisor, epsilon, flag, positive
 from ..ops import layer
 from .init import GATED_VARIANCE
 from .network import Network, constant
-from .plain import are_plain, are_traced, define, stays_plain
+from .plain import are_plain, are_traced, computes, define, stays_plain
 
 
 def check_input(x: Tensor, d_model: int) -> None:
@@ -178,6 +178,8 @@ class RoutedHeads(Heads):
             tensors = tuple(map(own.__getitem__, self.TENSORS))
         except (AttributeError, KeyError):
             return None  # one of them has been deleted, or set to None
+        if tensors[-1] is None:  # which the operator takes for a network without gate
+            return None
         networks = tensors[:-1] if tensors[0].dim() == 4 else self._networks()
         norm = (None, 0.0) if q_norm is None else (q_norm._parameters["weight"], q_norm.eps)
         return LayerWeights(
@@ -188,15 +190,16 @@ class RoutedHeads(Heads):
     @torch_private.constant_in_graphs
     def _is_plain(self) -> bool:
         """Return whether that holds now; a compiled graph holds the answer of when it was made."""
-        kind, own = type(self), self.__dict__
+        kind, own, parts = type(self), self.__dict__, self._modules
         if (methods := _methods(kind)) != kind._DEFINED and not are_traced(methods, kind._DEFINED):
             return False
-        # what is a function, not a module, is no part either; q_norm may be None
-        if not own.keys().isdisjoint(kind._OWN) or own.get("q_norm") is not None:
+        if not own.keys().isdisjoint(kind._OWN):
+            return False  # by a function in place of a method or a part, or by a tensor that is no parameter
+        if "q_norm" not in parts and own.get("q_norm", "deleted") is not None:
             return False
-        if "_DEFINED" not in kind.__dict__ and any(hasattr(kind, name) for name in self.TENSORS):
-            return False  # properties of a subclass
-        return are_plain(self._modules, _PARTS)
+        if "_DEFINED" not in kind.__dict__ and computes(kind, (*self.TENSORS, *_PARTS)):
+            return False
+        return are_plain(parts, _PARTS)
 
     def extra_repr(self) -> str:
         shares = ("num_kv_heads",) if self.num_kv_heads != self.num_heads else ()

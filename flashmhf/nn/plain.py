@@ -7,7 +7,7 @@ patch PyTorch, some of them before they import this package. Each counts: the pa
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import BuiltinFunctionType, MethodType
 
 from torch import nn
@@ -45,6 +45,11 @@ def are_traced(methods: tuple[object, ...], defined: tuple[object, ...]) -> bool
     return is_compiling() and all(method is own or _is_of("torch.", method) for method, own in pairs)
 
 
+def computes(kind: type[nn.Module], names: Iterable[str]) -> bool:
+    """Return whether a subclass has properties in place of what its instances hold by these ``names``."""
+    return kind.__getattribute__ is not object.__getattribute__ or any(hasattr(kind, name) for name in names)
+
+
 define(nn.Linear)
 
 
@@ -59,7 +64,7 @@ def are_plain(modules: Mapping[str, nn.Module | None], kinds: Mapping[str, type[
         cls, defined = type(part), _DEFINED[kind]
         if (methods := _methods(cls)) != defined and not are_traced(methods, defined):
             return False
-        if cls not in _DEFINED and any(hasattr(cls, name) for name in _DATA):
+        if cls not in _DEFINED and computes(cls, _DATA):
             return False
         own = part.__dict__  # attributes of a module take the host twice as long
         if not own.keys().isdisjoint(_OWN):

@@ -120,6 +120,11 @@ CHANGED: dict[str, Callable[[nn.Module], object]] = {
     "hook on q_norm": lambda m: m.q_norm.register_forward_hook(double_output),
     "replaced projection": lambda m: setattr(m, "out_proj", nn.Sequential(m.out_proj)),
     "subclassed projection": lambda m: setattr(m.in_proj, "__class__", doubled(type(m.in_proj))),
+    "projection of computed weights": lambda m: setattr(
+        m.in_proj,
+        "__class__",
+        type("Doubled", (nn.Linear,), {"weight": property(lambda linear: 2 * linear._parameters["weight"])}),
+    ),
     "replaced q_norm": lambda m: setattr(m, "q_norm", nn.Identity()),
     "q_norm by a function": lambda m: by_function(m, "q_norm"),
     "out_proj by a function": lambda m: by_function(m, "out_proj"),
@@ -269,13 +274,44 @@ def test_a_patch_from_before_the_import_counts(what):
     run_python("-c", PATCHED_BEFORE, what)
 
 
-def test_a_property_of_a_subclass_counts():
-    module = make()
+@pytest.mark.parametrize("how", ["property", "__getattribute__"])
+@pytest.mark.parametrize("name", ["k", "router", "in_proj", "out_proj", "q_norm"])
+def test_what_a_subclass_computes_counts(name, how):
+    def halved(self: nn.Module) -> object:
+        part = nn.Module.__getattr__(self, name)
+        return part / 2 if isinstance(part, Tensor) else lambda x: part(x) / 2
+
+    def found(self: nn.Module, key: str) -> object:
+        return halved(self) if key == name else object.__getattribute__(self, key)
+
+    module = make(q_norm=name == "q_norm")
     x = tokens_of(module, 8)
-    module.__class__ = type("Halved", (flashmhf.FlashMHF,), {"k": property(lambda self: self._parameters["k"] / 2)})
+    with torch.no_grad():
+        before = module(x)
+    body = {name: property(halved)} if how == "property" else {"__getattribute__": found}
+    module.__class__ = type("Halved", (flashmhf.FlashMHF,), body)
     trained = module(x)
+    assert not torch.allclose(trained, before)
     with torch.no_grad():
         assert torch.equal(module(x), trained)
+
+
+MISSING: dict[str, Callable[[nn.Module], None]] = {
+    "no q_norm": lambda m: delattr(m, "q_norm"),
+    "no in_proj": lambda m: delattr(m, "in_proj"),
+    "no router": lambda m: delattr(m, "router"),
+    "router None": lambda m: setattr(m, "router", None),
+}
+
+
+@either
+@pytest.mark.parametrize("lose", MISSING.values(), ids=MISSING)
+def test_what_is_missing_is_missed_at_inference_too(lose, make):
+    module = make(q_norm=True)
+    x = tokens_of(module, 8)
+    lose(module)
+    with torch.no_grad(), pytest.raises(AttributeError):
+        module(x)
 
 
 def test_vmap_of_the_operator():
