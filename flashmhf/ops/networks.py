@@ -237,9 +237,12 @@ for _prefix, _gate, _of_gate, _tokens in (
     register_vmap(f"{_prefix}forward", *_tokens)
     register_vmap(f"{_prefix}backward")
 _PACKED = "Tensor q, Tensor k8, Tensor u8, Tensor v8, Tensor scales"
-for _name, _gate in (("fp8_forward", "Tensor? r=None"), ("fp8_gated_forward", "Tensor w, float eps")):
+for _name, _gate, _tokens in (
+    ("fp8_forward", "Tensor? r=None", (0, 5)), ("fp8_gated_forward", "Tensor w, float eps", (0,)),
+):  # fmt: skip
     _signature = f'({_PACKED}, {_gate}, *, str backend="auto") -> Tensor'
     define(_name, _signature, _describe, values, _fake, _in_graph, casts="q")
+    register_vmap(_name, *_tokens)
 
 
 # What Python calls: the dispatcher's operators, or the definition without the dispatcher, as exporters want it

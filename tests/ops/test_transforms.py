@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from targets import RESULTS, arguments, leaves, randomised
+from targets import RESULTS, arguments, assert_near, leaves, randomised
 
 import flashmhf
 from flashmhf import reference
@@ -72,6 +72,21 @@ def test_vmap_of_the_gradients(name, backend, dims):
     for i in range(BATCH):
         expected = call(*(x.contiguous() for x in entry(batch, dims, i)), backend="eager")
         torch.testing.assert_close([x[i] for x in actual], expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dims", [(0, None), (None, 0), (1, 1)], ids=str)
+@pytest.mark.filterwarnings("error")  # PyTorch's own loop over a batch warns
+def test_vmap_in_fp8(dims):
+    p = problem(3, 2, 16, 2, 16, torch.float32)
+    packed = flashmhf.quantize.pack_fp8(p.k, p.u, p.v).tensors
+    for operator, gate in ((ops.fp8_forward, (p.r,)), (ops.fp8_gated_forward, (p.w, 0.25))):
+        q, of_gate = stacked([p.q, gate[0]], dims)
+
+        def call(q, of_gate, operator=operator, eps=gate[1:]):
+            return operator(q, *packed, of_gate, *eps)
+
+        expected = [call(*(x.contiguous() for x in entry([q, of_gate], dims, i))) for i in range(BATCH)]
+        assert_near(torch.vmap(call, dims)(q, of_gate), torch.stack(expected), tolerance=1e-3)
 
 
 MODULES = {
