@@ -103,7 +103,6 @@ class Problem:
 
 def call(kernel: str, config, grad_out, q, k, u, v, r) -> tuple[torch.Tensor, ...]:
     """Run a kernel with a block shape."""
-    from flashmhf.backends.contract import DEFAULTS
     from flashmhf.backends.triton import launch
 
     if kernel == "fp8":
@@ -113,11 +112,10 @@ def call(kernel: str, config, grad_out, q, k, u, v, r) -> tuple[torch.Tensor, ..
         packed = quantize.pack_fp8(k, u, v) if not hasattr(k, "packed") else k.packed
         k.packed = packed
         return (fp8_kernels.forward(q, *packed.tensors, r, config),)
+    of = launch.Call(q, k, u, v, r, grad_out=grad_out, config=config)
     if kernel == "forward":
-        return (launch.forward(q, k, u, v, r, config=config),)
-    if kernel == "token_grads":
-        return launch.token_grads(grad_out, q, k, u, v, r, DEFAULTS, q.dtype, config)
-    return launch.weight_grads(grad_out, q, k, u, v, r, config=config)
+        return (of.forward(),)
+    return of.token_grads(q.dtype) if kernel == "token_grads" else tuple(of.weight_grads())
 
 
 def exact(kernel: str, grad_out, q, k, u, v, r) -> list[tuple]:

@@ -160,7 +160,7 @@ def test_needs_and_dq_dtype():
             parts = back_end.backward(p.grad_out, *p.operands, r, settings)
             for part, whole, needed in zip(parts, full, (tokens, weights, weights, weights, of_gate), strict=True):
                 assert torch.equal(part, whole) if needed else part.shape == (0,)
-    dq, _ = launch.token_grads(p.grad_out, *p.operands, p.r, Settings(True), torch.float32)
+    dq, _ = launch.Call(*p.operands, p.r, grad_out=p.grad_out).token_grads(torch.float32, deterministic=True)
     assert dq.dtype == torch.float32 and torch.equal(dq.to(HALF), full[0])
     assert back_end.backward(p.grad_out, *p.operands, None, Settings())[4].shape == (0,)
 
@@ -250,14 +250,14 @@ def plan_and_types(kernel, d_h, dtype):
     maps = BITS[dtype] == 16
     where = launch.Place((True, True, True), maps)
     of_weights = {name: dtype for name in ("q", "first", "second", "v")}
-    if kernel.startswith("forward"):
-        plan = launch.plan("forward", q, k, r, where, "silu", dtype, aot.DEVICE, None)
+    is_forward = kernel.startswith("forward")
+    case = launch.Case(q, k, r, None if is_forward else q, where, "silu", aot.DEVICE)
+    plan = launch.plan("forward" if is_forward else kernel, case, dtype)
+    if is_forward:
         types = {**of_weights, "r": torch.float32, "out": dtype if plan.grid[2] == 1 else torch.float32}
     elif kernel == "token_grads":
-        plan = launch.plan(kernel, q, k, r, where, "silu", dtype, aot.DEVICE, None, q)
         types = {"grad_out": dtype, **of_weights, "r": torch.float32, "dq": dtype, "dr": torch.float32}
     else:
-        plan = launch.plan(kernel, q, k, r, where, "silu", dtype, aot.DEVICE, None, q)
         types = {"grad_out": dtype, **of_weights, "r": torch.float32}
         types |= {name: dtype for name in ("d_first", "d_second", "dv")}
     for place, box in plan.boxes.items():

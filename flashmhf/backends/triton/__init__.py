@@ -59,22 +59,24 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
 
     if isinstance(r, Router):
         r = gate_kernels.gate(q, r)
-    return launch.forward(q, k, u, v, r, settings.activation)
+    return launch.Call(q, k, u, v, r, settings.activation).forward()
 
 
 def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Settings) -> Gradients:
     """Return (dq, dk, du, dv, dr), or dw in place of dr for a router, whose part dq then includes."""
     from . import gate_kernels, launch
 
+    empty = [q.new_empty(0) for _ in range(5)]
     if not any(settings.needs):
-        return tuple(q.new_empty(0) for _ in range(5))
+        return tuple(empty)
+    values = gate_kernels.gate(q, r) if isinstance(r, Router) else r
+    call = launch.Call(q, k, u, v, values, settings.activation, grad_out)
+    dq, dk, du, dv, of_gate = empty
     if isinstance(r, Router):  # dr feeds dw as well as dq, whose parts are added before the one rounding to q's dtype
-        values = gate_kernels.gate(q, r)
-        dq, dr = launch.token_grads(grad_out, q, k, u, v, values, settings._replace(needs=(True, True)), torch.float32)
+        dq, dr = call.token_grads(torch.float32, settings.deterministic)
         dq, of_gate = gate_kernels.gate_backward(dr, q, r, dq, settings.needs)
-    else:
-        values = r
-        dq, of_gate = launch.token_grads(grad_out, q, k, u, v, r, settings, q.dtype)
+    elif settings.needs[0]:
+        dq, of_gate = call.token_grads(q.dtype, settings.deterministic)
     if settings.needs[1]:
-        return dq, *launch.weight_grads(grad_out, q, k, u, v, values, settings.activation), of_gate
-    return dq, *(q.new_empty(0) for _ in range(3)), of_gate
+        dk, du, dv = call.weight_grads()
+    return dq, dk, du, dv, of_gate

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import driver
-from ..contract import Settings
 from ..tokens import collapse, token_count
 from . import kernels
 from .configs import TABLE, Config, row_of
@@ -252,12 +251,23 @@ def width(head_dim: int, config: Config) -> int:
     return triton.next_power_of_2(head_dim) if config.paired else 1 << (head_dim.bit_length() - 1)
 
 
+class Case(NamedTuple):
+    """What the plans of a call depend on: its tensors, the activation, another block shape than the table's."""
+
+    q: Facts
+    k: Facts
+    r: Facts | None
+    grad_out: Facts | None
+    where: Place
+    activation: str
+    device: torch.device
+    config: Config | None = None
+
+
 @functools.lru_cache(PLANS)
-def plan(
-    kernel: str, q: Facts, k: Facts, r: Facts | None, where: Place, activation: str, out: torch.dtype,
-    device: torch.device, config: Config | None, g: Facts | None = None,
-) -> Plan:  # fmt: skip
-    """Return a launch of one of the three kernels."""
+def plan(kernel: str, case: Case, out: torch.dtype) -> Plan:
+    """Return a launch of one of the three kernels, whose results have the dtype ``out``."""
+    q, k, r, g, where, activation, device, config = case
     tokens, heads, (kv_heads, subnets, subnet_dim, head_dim) = token_count(q), q.shape[-2], k.shape
     few = "_few" if kernel == "forward" and tokens <= FEW else ""
     config = block_shape(kernel + few, q, k, device, config)
@@ -289,32 +299,6 @@ def plan(
     )  # fmt: skip
 
 
-def forward(
-    q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activation: str = "silu",
-    config: Config | None = None,
-) -> Tensor:  # fmt: skip
-    """Return S. ``config``: another block shape than the table's, to be timed."""
-    with launching(q.device):
-        where = place(k, u, v)
-        planned = plan("forward", facts(q), facts(k), facts(r), where, activation, q.dtype, q.device, config)
-        out = shares_of(planned, q, q.dtype)
-        planned.start(q, *_pair(planned, k, u, v, 1), r, out)
-        return total(out, planned, q.dtype)
-
-
-def shares_of(plan: Plan, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory for the shares of a sum over the networks [splits, ...], or for the sum where there is one."""
-    splits = plan.grid[2]
-    if splits == 1:
-        return torch.empty(like.shape, dtype=dtype, device=like.device)
-    return torch.empty((splits, *like.shape), dtype=torch.float32, device=like.device)
-
-
-def total(parts: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
-    """Return the sum of what :func:`shares_of` made."""
-    return parts if plan.grid[2] == 1 else add_shares(parts[None], dtype)[0]
-
-
 @functools.lru_cache(PLANS)
 def _add_shares_plan(count: int, splits: int, size: int, out: torch.dtype, device: torch.device) -> Plan:
     block = 64 if count * size < 1 << 20 else 512  # few results are many programs, for the latency of the reads
@@ -331,38 +315,56 @@ def add_shares(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def token_grads(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, settings: Settings,
-    dq_dtype: torch.dtype, config: Config | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (dq, dr), empty if ``settings.needs`` leaves them out; dr is empty if r is None."""
-    if not settings.needs[0]:
-        return q.new_empty(0), q.new_empty(0)
-    with launching(q.device):
-        like, where = (facts(q), facts(k), facts(r)), place(k, u, v)
-        if settings.deterministic and where.swapped:
-            where = Place(where.aligned)  # a swapped pair gives dq's sum another order
-        grad, activation = facts(grad_out), settings.activation
-        planned = plan("token_grads", *like, where, activation, dq_dtype, q.device, config, grad)
-        dr = None if r is None else torch.empty(r.shape, dtype=r.dtype, device=r.device)
-        dq = shares_of(planned, q, dq_dtype)
-        planned.start(grad_out, q, *_pair(planned, k, u, v, 2), r, dq, dr)
-        return total(dq, planned, dq_dtype), q.new_empty(0) if dr is None else dr
+def sums(planned: Plan, like: Tensor, dtype: torch.dtype, count: int = 1) -> Sequence[Tensor]:
+    """Return memory for a launch's ``count`` results, contiguous, or [count, splits, ...] for the shares of them."""
+    splits = planned.grid[2]
+    if splits > 1:
+        return torch.empty((count, splits, *like.shape), dtype=torch.float32, device=like.device)
+    return [torch.empty(like.shape, dtype=dtype, device=like.device) for _ in range(count)]
 
 
-def weight_grads(
-    grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activation: str = "silu",
-    config: Config | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dk, du, dv) in k's dtype."""
-    with launching(q.device):
-        like, where, grad = (facts(q), facts(k), facts(r)), place(k, u, v), facts(grad_out)
-        planned = plan("weight_grads", *like, where, activation, k.dtype, q.device, config, grad)
-        splits = planned.grid[2]
-        if splits > 1:
-            dk, du, dv = parts = torch.empty((3, splits, *k.shape), dtype=torch.float32, device=k.device)
-        else:
-            dk, du, dv = torch.empty_like(k), torch.empty_like(k), torch.empty_like(k)
-        pair = (du, dk) if planned.arguments["SWAPPED"] else (dk, du)
-        planned.start(grad_out, q, *_pair(planned, k, u, v, 2), r, *pair, dv)
-        return (dk, du, dv) if splits == 1 else tuple(add_shares(parts, k.dtype))
+def totals(parts: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """Return the results for which :func:`sums` made memory."""
+    return add_shares(parts, dtype) if isinstance(parts, Tensor) else parts
+
+
+class Call:
+    """The operands of one call, and its three launches. ``config``: another block shape than the table's, to time."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activation: str = "silu",
+        grad_out: Tensor | None = None, config: Config | None = None,
+    ):  # fmt: skip
+        self.q, self.weights, self.r, self.grad_out = q, (k, u, v), r, grad_out
+        where = place(k, u, v)
+        self.case = Case(facts(q), facts(k), facts(r), facts(grad_out), where, activation, q.device, config)
+
+    def forward(self) -> Tensor:
+        """Return S."""
+        with launching(self.q.device):
+            planned = plan("forward", self.case, self.q.dtype)
+            out = sums(planned, self.q, self.q.dtype)
+            planned.start(self.q, *_pair(planned, *self.weights, 1), self.r, *out)
+            return totals(out, self.q.dtype)[0]
+
+    def token_grads(self, dtype: torch.dtype, deterministic: bool = False) -> tuple[Tensor, Tensor]:
+        """Return dq in ``dtype`` and dr, which is empty if r is None."""
+        q, r, case = self.q, self.r, self.case
+        if deterministic and case.where.swapped:
+            case = case._replace(where=Place(case.where.aligned))  # a swapped pair gives dq's sum another order
+        with launching(q.device):
+            planned = plan("token_grads", case, dtype)
+            dr = None if r is None else torch.empty(r.shape, dtype=r.dtype, device=r.device)
+            dq = sums(planned, q, dtype)
+            planned.start(self.grad_out, q, *_pair(planned, *self.weights, 2), r, *dq, dr)
+            return totals(dq, dtype)[0], q.new_empty(0) if dr is None else dr
+
+    def weight_grads(self) -> Sequence[Tensor]:
+        """Return dk, du, dv in k's dtype."""
+        k, *_ = self.weights
+        with launching(k.device):
+            planned = plan("weight_grads", self.case, k.dtype)
+            dk, du, dv = parts = sums(planned, k, k.dtype, count=3)
+            pair = (du, dk) if planned.arguments["SWAPPED"] else (dk, du)
+            planned.start(self.grad_out, self.q, *_pair(planned, *self.weights, 2), self.r, *pair, dv)
+            return totals(parts, k.dtype)
