@@ -69,7 +69,7 @@ def _check(call: Call) -> None:
         checks.expect_shape("q_norm", q_norm, (inner // head_dim, head_dim), "[H, d_h]")
 
 
-def _contiguous(weights: LayerWeights) -> LayerWeights:
+def contiguous(weights: LayerWeights) -> LayerWeights:
     """Return weights of any strides as the operators of the heads' networks take them, in a copy where they must be."""
     router = None if weights.router is None else weights.router.contiguous()
     return weights._replace(networks=tuple(w.contiguous() for w in weights.networks), router=router)
@@ -117,7 +117,7 @@ def values(call: Call) -> Tensor:
         _check(call)
         raise
     _check(call)
-    weights = _contiguous(weights)
+    weights = contiguous(weights)
     if x.shape[:-1].numel() > CHUNK_TOKENS:
         return _by_chunks(x, weights, backend, activation)
     return _by_parts(x, weights, backend, activation)
@@ -136,7 +136,7 @@ def _by_chunks(x: Tensor, weights: LayerWeights, backend: str, activation: str) 
 def _fake(call: Call) -> Tensor:
     x, weights, backend, activation = call
     _check(call)
-    _run_networks(x.new_empty((*x.shape[:-1], weights.in_w.shape[0])), _contiguous(weights), backend, activation)
+    _run_networks(x.new_empty((*x.shape[:-1], weights.in_w.shape[0])), contiguous(weights), backend, activation)
     return x.new_empty((*x.shape[:-1], weights.out_w.shape[0]))
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from .. import reference, torch_private
 from ..backends.contract import LayerWeights, Router, Settings
+from .layer import contiguous
 from .library import cast, widen
 from .networks import Call, gated_flash_mhf, gradients
 
@@ -58,7 +59,7 @@ def heads(x: Tensor, weights: LayerWeights, backend: str, deterministic: bool | 
     """
     if torch.compiler.is_compiling() or torch_private.is_watched():
         return None
-    in_w, in_bias, networks, router, eps, _, _, q_norm, q_norm_eps = weights
+    in_w, in_bias, networks, router, eps, _, _, q_norm, q_norm_eps = contiguous(weights)
     tensors = [x, in_w, in_bias, *networks]
     if torch_private.autocasts(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

@@ -67,6 +67,16 @@ def test_with_checkpointing_around_it(fresh_dynamo):
         torch.testing.assert_close(results, expected)
 
 
+def test_weights_of_other_strides_are_read_from_a_copy():
+    """As an optimizer may leave them, and as without recompute_q."""
+    modules = make(), make(False)
+    for weight in (each for module in modules for each in (module.k, module.v, module.router)):
+        weight.data = weight.data.mT.contiguous().mT
+    assert not modules[0].k.is_contiguous()
+    (_, results), (_, expected) = map(train, modules)
+    assert all(map(torch.equal, results, expected))
+
+
 ORDINARY = {  # in_proj is then called once, by its own call
     "hook": lambda module: module.in_proj.register_forward_hook(lambda part, args, out: 2 * out),
     "hook of the backward": lambda module: module.in_proj.register_full_backward_hook(lambda *args: None),
