@@ -135,10 +135,12 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def main() -> int:
-    layers = Layers(Records(ROOT))
+    records = Records(ROOT)
+    layers = Layers(records)
     with matplotlib.rc_context(STYLE):
         save(overview(layers), ROOT / "docs" / "assets" / "overview.svg")
         save(speedup(layers), ROOT / "docs" / "assets" / "speedup.svg")
+        save(timeline(records["timeline"]), ROOT / "docs" / "assets" / "timeline.svg")
     return 0
 
 

@@ -59,6 +59,27 @@ def implementations(records: Records) -> str:
     return f"{table(['implementation', *parts], lines)}\n\n{machine(what, layers.record)}"
 
 
+def triton(records: Records) -> str:
+    """Triton's layers against SwiGLU's of Triton's own products: this GPU's code, and an A100's on this GPU."""
+    lines, found = [], {"Hopper": records["triton"], "an A100": records["triton_sm80"]}
+    for code, record in found.items():
+        for (group,), rows in by(record["rows"], "group").items():
+            if group in ("latency", "training"):
+                ms = {name: row["layers"] * row["ms"]["p50"] for name, row in rows.items()}
+                what = "forward" if group == "latency" else "forward and backward"
+                operator, layer = (ms[f"flashmhf_triton_{part}"] for part in ("operator", "compiled"))
+                ratios = (f"{ms[SWIGLU] / each:.2f}" for each in (operator, layer))
+                lines.append([code, what, *(fixed(each, 1) for each in (operator, layer, ms[SWIGLU])), *ratios])
+    tokens = next(row["tokens"] for row in records["triton"]["rows"] if "tokens" in row)
+    header = ["code for", "what", "operator, gates given, ms", "FlashMHF, ms", "SwiGLU, ms"]
+    header += [f"operator, {FASTER}", f"FlashMHF, {FASTER}"]
+    what = (
+        f"{PAPER.layers} layers against {PAPER.swiglu_layers} of SwiGLU's, compiled, {tokens:,} tokens; with an A100's "
+        "code all products are Triton's and take the A100's instructions"
+    )
+    return f"{table(header, lines, words=(0, 1))}\n\n{machine(what, records['triton_sm80'])}"
+
+
 # The paper's table of efficiency (an H100): length -> ms of FlashMHF and SwiGLU, MB of a layer of each
 PRINTED = {
     192: (6.80, 6.24, 184.1, 251.0), 768: (24.40, 24.72, 286.5, 606.0), 1920: (59.60, 63.12, 491.2, 1306.0),

@@ -113,20 +113,31 @@ def generation_ratio(networks: dict[str, dict[str, float]]) -> float:
     return max(networks["flashmhf"].values()) / max(networks["swiglu"].values())
 
 
-def generation(records: Records) -> str:
-    record = records["generate"]
+def generation(records: Records, name: str = "generate") -> str:
+    """A line per batch; where the GPU's part was measured, its time too: the rest is what the host adds."""
+    record = records[name]
     found = generation_rates(record)
     caches = [cache for cache in ("static", "dynamic") if any(cache in each["swiglu"] for _, each in found)]
+    cells = by(record["rows"], "scale", "batch", "context", "cache")
+    on_gpu = any("gpu_ms" in row for row in record["rows"])
     lines = []
     for (scale, batch, context), networks in found:
-        rates = [fixed(networks[name].get(cache), 0) for name in ("flashmhf", "swiglu") for cache in caches]
-        lines.append([scale.upper(), str(batch), f"{context:,}", *rates, f"{generation_ratio(networks):.2f}"])
+        rates = [fixed(networks[ffn].get(cache), 0) for ffn in FFNS for cache in caches]
+        line = [scale.upper(), str(batch), f"{context:,}", *rates, f"{generation_ratio(networks):.2f}"]
+        if on_gpu:
+            ours, theirs = (cells[scale, batch, context, "static"][ffn]["gpu_ms"] for ffn in FFNS)
+            line += [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}"]
+        lines.append(line)
     header = [f"{name}, {cache} cache" for name in ("FlashMHF", "SwiGLU") for cache in caches]
+    parts = ["GPU's part, FlashMHF, ms", "SwiGLU, ms", f"GPU's part, {FASTER}"] * on_gpu
     what = (
         "Tokens per second of transformers' `generate`, prompts included, random weights, bf16; transformers compiles "
-        "the model for a static cache, before the time counts. The ratio is of the faster caches"
-    )
-    return f"{table(['model', 'batch', 'prompt', *header, FASTER], lines)}\n\n{machine(what, record)}"
+        "the model for a static cache, before the time counts"
+    ) + ". The ratio is of the faster caches" * (len(caches) > 1)
+    return f"{table(['model', 'batch', 'prompt', *header, FASTER, *parts], lines)}\n\n{machine(what, record)}"
+
+
+generation_7b = functools.partial(generation, name="generate_7b")
 
 
 def vllm(records: Records) -> str:
