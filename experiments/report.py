@@ -179,7 +179,7 @@ def long_block(found: list[Row]) -> str:
 
 
 BLOCKS = {
-    "docs/quality.md": {"pairs": pairs_block},
+    "docs/quality.md": {"pairs": pairs_block, "longer": longer_block},
     "experiments/README.md": {"long": long_block, "short": short_block},
 }
 
