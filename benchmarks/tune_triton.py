@@ -22,24 +22,33 @@ import json
 import multiprocessing
 import os
 import pathlib
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from flashmhf import testing
 from flashmhf.testing import relative_l2
 
+from .harness import timing
+from .harness.proxy import pretend
+from .suites import fp8
+from .suites.operator import FLAGSHIP, Size
+
 KERNELS = ("forward", "token_grads", "weight_grads")
-SHAPES = {64: (32, 22, 192), 96: (16, 22, 256), 128: (16, 22, 384), 256: (16, 11, 704)}  # d_h -> H, E, d_e
+OTHERS = (Size(32256, 32, 64, 22, 192), Size(32256, 16, 96, 22, 256), Size(32256, 16, 256, 11, 704))
+SHAPES = {size.d_h: size for size in (FLAGSHIP, *OTHERS)}
+FEW = (1, 16, 64)  # tokens
 SHARED = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # KB; else 99
+DEVICE = torch.device("cuda")
 SPILLED = 512  # bytes of a thread's stack above which a candidate is not timed
-TOLERANCE = 6e-3  # of two bf16 results that are both right
+TOLERANCE, FP8_TOLERANCE = 6e-3, 3e-2  # of two results, in bf16 and in FP8, that are both right
 
 
-def candidates(kernel: str, d_h: int, tensor_cores: str, few: bool = False) -> list:
-    """Block shapes worth timing: those whose sums and scores fill a good part of the registers and fit into them."""
+def candidates(kernel: str, d_h: int, native: bool, few: bool = False) -> list:
+    """Block shapes worth timing: those whose sums and scores fill a good part of the registers and fit into them.
+    native: on wgmma or tcgen05, else on mma.sync."""
     from flashmhf.backends.triton.configs import Config
 
     width = 1 << (d_h - 1).bit_length()
@@ -48,7 +57,6 @@ def candidates(kernel: str, d_h: int, tensor_cores: str, few: bool = False) -> l
     if few:
         sizes = itertools.product((16, 64), (32, 64, 128), (4,), (2, 3, 4))
         return [Config(*size, waves=waves) for size in sizes for waves in (1, 2, 3)]
-    native = tensor_cores != "mma.sync"
     found = []
     for tokens, inter, warps, stages in itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)):
         held = {  # fp32 numbers
@@ -76,77 +84,64 @@ def candidates(kernel: str, d_h: int, tensor_cores: str, few: bool = False) -> l
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    d_h: int
-    heads: int
-    subnets: int
-    subnet_dim: int
-
-    @property
-    def products(self) -> int:
-        return self.heads * self.d_h * self.subnets * self.subnet_dim
-
-    def tensors(self, tokens: int, dtype: torch.dtype):
-        generator = torch.Generator("cuda").manual_seed(0)
-
-        def normal(*shape, std=1.0):
-            return (torch.randn(shape, device="cuda", generator=generator) * std).to(dtype)
-
-        size = self.heads, self.subnets, self.subnet_dim, self.d_h
-        k, u = (normal(*size, std=self.d_h**-0.5) for _ in range(2))
-        r = torch.rand(tokens, self.heads, self.subnets, device="cuda", generator=generator)
-        q, grad_out = (normal(tokens, self.heads, self.d_h) for _ in range(2))
-        v = normal(*size, std=(self.subnets * self.subnet_dim) ** -0.5)
-        return grad_out, q, k, u, v, r / r.sum(-1, keepdim=True)
-
-
-def call(kernel: str, config, grad_out, q, k, u, v, r) -> tuple[torch.Tensor, ...]:
+def call(kernel: str, config, p: testing.Problem) -> Sequence[torch.Tensor]:
     """Run a kernel with a block shape."""
     from flashmhf.backends.triton import launch
 
     if kernel == "fp8":
-        from flashmhf import quantize
         from flashmhf.backends.triton import fp8_kernels
 
-        packed = quantize.pack_fp8(k, u, v) if not hasattr(k, "packed") else k.packed
-        k.packed = packed
-        return (fp8_kernels.forward(q, *packed.tensors, r, config),)
-    of = launch.Call(q, k, u, v, r, grad_out=grad_out, config=config)
+        return [fp8_kernels.forward(p.q, *packed(p.k, p.u, p.v), p.r, config)]
+    of = launch.Call(*p.operands, p.r, p.activation, p.grad_out, config)
     if kernel == "forward":
-        return (of.forward(),)
-    return of.token_grads(q.dtype) if kernel == "token_grads" else tuple(of.weight_grads())
+        return [of.forward()]
+    return of.token_grads(p.q.dtype) if kernel == "token_grads" else of.weight_grads()
 
 
-def exact(kernel: str, grad_out, q, k, u, v, r) -> list[tuple]:
-    """Float64 results of the first head, of some tokens where tokens are independent, with what cuts them out."""
-    from flashmhf import reference
+@functools.lru_cache(1)
+def packed(k: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    from flashmhf import quantize
 
-    some = slice(None) if kernel == "weight_grads" else slice(0, 64)
-    grad_out, q, r = (x[some, :1].double() for x in (grad_out, q, r))
-    k, u, v = (x[:1].double() for x in (k, u, v))
-    if kernel in ("forward", "fp8"):
-        return [(reference.forward(q, k, u, v, r), (some, slice(0, 1)))]
-    dq, *weights, dr = reference.backward(grad_out, q, k, u, v, r)
-    if kernel == "weight_grads":
-        return [(x, slice(0, 1)) for x in weights]
-    return [(dq, (some, slice(0, 1))), (dr, (some, slice(0, 1)))]
+    return quantize.pack_fp8(k, u, v).tensors
 
 
-def compile_one(kernel: str, problem: Problem, config, dtype: torch.dtype, few: bool) -> None:
+def why_wrong(
+    kernel: str, results: Sequence[torch.Tensor], p: testing.Problem, expected: Sequence[torch.Tensor] | None = None
+) -> str | None:
+    """None for right results. expected: another block shape's; None: float64's, of some tokens or of the first head."""
+    is_fp8 = kernel == "fp8"
+    if expected is not None:
+        limit, expected = FP8_TOLERANCE if is_fp8 else TOLERANCE, [x.double() for x in expected]
+    else:
+        limit = fp8.ERROR_LIMIT if is_fp8 else TOLERANCE
+        if kernel in ("forward", "fp8"):
+            rows = torch.arange(min(64, p.q.shape[0]), device=p.q.device)
+            results, expected = [results[0][rows]], [p.exact_forward(rows)]
+        else:
+            dq, *weights, dr = p.exact_backward(0)
+            of_tokens = kernel == "token_grads"
+            results = [x[:, 0] if of_tokens else x[0] for x in results]
+            expected = [dq, dr] if of_tokens else weights
+    error = max(map(relative_l2, results, expected))
+    return None if error <= limit else f"wrong: {error:.1e}"
+
+
+def compile_one(kernel: str, size: Size, config, dtype: torch.dtype, few: bool) -> None:
     """In a process of its own: put the kernel into Triton's cache on the disk."""
     from flashmhf.backends.triton import launch
 
-    gpu = launch.gpu(torch.device("cuda", 0))._replace(multiprocessors=1 << 20 if few else 0)
+    gpu = launch.gpu(DEVICE)._replace(multiprocessors=1 << 20 if few else 0)
     launch.gpu = lambda device: gpu  # of so many or so few multiprocessors that sums go in shares, in fp32, or in one
-    call(kernel, config, *problem.tensors(config.tokens, dtype))
+    call(kernel, config, problem(size, config.tokens, dtype))
     torch.cuda.synchronize()
+
+
+def problem(size: Size, tokens: int, dtype: torch.dtype) -> testing.Problem:
+    return testing.problem(tokens, size.H, size.d_h, size.E, size.d_e, dtype, DEVICE)
 
 
 def compile_all(jobs: list[tuple], processes: int, architecture: str | None, until: float) -> list[str | None]:
     """Returns why a kernel could not be compiled, or None, for each of the jobs."""
-    from .harness.proxy import pretend
-
     start = (pretend, (architecture,)) if architecture else (None, ())
     context, reasons = multiprocessing.get_context("spawn"), {}
     for _ in range(3):  # a crash of the compiler takes all jobs of its pool with it
@@ -158,43 +153,28 @@ def compile_all(jobs: list[tuple], processes: int, architecture: str | None, unt
             error = future.exception() if future.done() else TimeoutError("not compiled in time")
             if isinstance(error, concurrent.futures.process.BrokenProcessPool):
                 crashed = True
-                continue
-            reasons[job] = None if error is None else f"{type(error).__name__}: {str(error)[:200]}"
+            else:
+                reasons[job] = None if error is None else f"{type(error).__name__}: {str(error)[:200]}"
         pool.shutdown(wait=False, cancel_futures=True)
         if not crashed:
             break
     return [reasons.get(job, "the compiler crashed") for job in jobs]
 
 
-def milliseconds(run: Callable[[], object], at_least: float = 25.0) -> float:
-    run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    passes, samples = max(1, int(at_least / 3 / max(start.elapsed_time(end), 1e-3))), []
-    for _ in range(3):
-        start.record()
-        for _ in range(passes):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(start.elapsed_time(end) / passes)
-    return statistics.median(samples)
+def milliseconds(run: Callable[[], object], few: bool) -> float:
+    """The median of some 25 ms; ``few``: of a graph's calls, which the host does not slow down."""
+    timer, calls = timing.timer_for(DEVICE), 10 if few else 1
 
-
-def graphed_ms(run: Callable[[], object], calls: int = 10) -> float:
-    from .harness.timing import graphed
-
-    def several():
+    def several() -> None:
         for _ in range(calls):
             run()
 
-    return milliseconds(graphed(several), 6.0) / calls
+    several, repeats = timing.repeated(timing.graphed(several) if few else several, timer, 1e-3)
+    samples = timer.window(several, timing.passes_for(several, timer, 25e-3))
+    return 1e3 * timing.percentiles(samples)["p50"] / (calls * repeats)
 
 
-def resources(run: Callable[[], object]) -> tuple[object, dict[str, int]]:
+def resources(run: Callable[[], object]) -> tuple[Sequence[torch.Tensor], dict[str, int]]:
     """The result of ``run`` and registers, spilled bytes and shared memory of the first kernel that it launches."""
     from flashmhf.backends.triton import launch
 
@@ -210,9 +190,36 @@ def resources(run: Callable[[], object]) -> tuple[object, dict[str, int]]:
 
 
 def resident(entry: dict, shared: int) -> int:
-    """Programs that a multiprocessor with so much shared memory holds at once (and 64 K registers; a block's KB)."""
-    threads = 32 * entry["config"]["warps"]
-    return min(65536 // (entry["registers"] * threads), (shared + 1024) // (entry["shared"] + 1024))
+    """Programs that a multiprocessor with so many KB of shared memory holds at once (and 64 K registers)."""
+    threads = 32 * entry["config"].warps
+    return min(65536 // (entry["registers"] * threads), (shared + 1 << 10) // (entry["shared"] + 1024))
+
+
+class UntimedError(Exception):
+    """Why a candidate is not timed."""
+
+
+def measure(
+    entry: dict, p: testing.Problem, few: bool, limits: tuple[int, int], expected: Sequence[torch.Tensor] | None
+) -> Sequence[torch.Tensor]:
+    """Puts what a candidate takes into ``entry``; returns its results. limits: KB of shared memory that the row's GPU
+    has, and this one. expected: another block shape's results; None: float64 says what is right.
+    """
+    name, run = entry["kernel"], functools.partial(call, entry["kernel"], entry["config"], p)
+    results, used = resources(run)
+    entry |= used
+    there, here = (resident(entry, limit) for limit in limits)
+    if entry["shared"] > limits[0] << 10:
+        raise UntimedError(f"{entry['shared'] >> 10} KB of shared memory")
+    if there != here:
+        raise UntimedError(f"{here} programs at once here, {there} there")
+    if (wrong := why_wrong(name, results, p, expected)) is not None:
+        raise UntimedError(wrong)
+    if entry["spilled"] > SPILLED and expected is not None:
+        raise UntimedError(f"{entry['spilled']} bytes spilled")
+    torch.cuda.empty_cache()
+    entry["ms"] = milliseconds(run, few)
+    return results
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -228,101 +235,63 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     begin = time.monotonic()
     if options.architecture:
-        from .harness.proxy import pretend
-
         pretend(options.architecture)
     from flashmhf.backends.triton import launch
     from flashmhf.backends.triton.configs import TABLE, row_of
+    from flashmhf.backends.triton.fp8_kernels import block_shape
 
-    device, dtype = torch.device("cuda", 0), getattr(torch, options.dtype)
-    capability = launch.gpu(device).capability
-    row = row_of(capability)
-    tensor_cores = row if row in ("wgmma", "tcgen05") else "mma.sync"
-    limit = SHARED.get(capability, 99)
+    dtype, capability = getattr(torch, options.dtype), launch.gpu(DEVICE).capability
+    row, here = row_of(capability), torch.cuda.get_device_capability()
+    limits = SHARED.get(capability, 99), SHARED.get(here, 99)
     jobs = []
     for d_h, kernel in itertools.product(options.head_dims, options.kernels):
-        problem, few = Problem(d_h, *SHAPES[d_h]), kernel == "few"
+        few = kernel == "few"
+        table = TABLE[row, 8 * dtype.itemsize, d_h] | {"fp8": block_shape(d_h, SHAPES[d_h].d_e)}
         name = "forward" if few else kernel
-        if kernel == "fp8":
-            from flashmhf.backends.triton.fp8_kernels import block_shape
-
-            first = block_shape(d_h, SHAPES[d_h][2])
-        else:
-            first = TABLE[row, 8 * dtype.itemsize, d_h]["forward_few" if few else kernel]
-        found = [first, *candidates(name, d_h, tensor_cores, few)]
-        jobs += [(name, problem, config, dtype, few) for config in dict.fromkeys(found)]
+        found = [table["forward_few" if few else kernel], *candidates(name, d_h, row in ("wgmma", "tcgen05"), few)]
+        jobs += [(name, SHAPES[d_h], config, dtype, few) for config in dict.fromkeys(found)]
     print(f"{torch.cuda.get_device_name()}, code for {capability}, row {row!r}: {len(jobs)} candidates", flush=True)
     reasons = compile_all(jobs, options.processes, options.architecture, begin + 0.65 * options.seconds)
     print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
 
     rows = []
-    for (name, problem, few), group in itertools.groupby(
-        zip(jobs, reasons, strict=True), lambda x: (x[0][0], x[0][1], x[0][4])
-    ):
-        timed = []
-        for tokens in (1, 16, 64) if few else (options.tokens,):
-            tensors, expected = problem.tensors(tokens, dtype), None
-            group = list(group)
-            for (_, _, config, *_), reason in group:
+    groups = itertools.groupby(zip(jobs, reasons, strict=True), lambda x: (x[0][0], x[0][1], x[0][4]))
+    for (name, size, few), group in groups:
+        group = [(config, reason) for (_, _, config, *_), reason in group]
+        for tokens in FEW if few else (options.tokens,):
+            p, expected, timed = problem(size, tokens, dtype), None, []
+            for config, reason in group:
                 if few and config.tokens != max(16, tokens) and expected is not None:
                     continue
-                entry = {"kernel": name, "d_h": problem.d_h, "tokens": tokens, "config": dataclasses.asdict(config)}
+                entry = {"kernel": name, "d_h": size.d_h, "tokens": tokens, "config": config}
                 rows.append(entry)
                 if reason is not None or time.monotonic() - begin > options.seconds:
                     entry["reason"] = reason or "no time left"
                     continue
                 try:
-                    run = functools.partial(call, name, config, *tensors)
-                    results, used = resources(run)
-                    entry |= used
-                    if expected is None:
-                        truths = exact(name, *tensors)
-                        away = max(relative_l2(x[at], truth) for x, (truth, at) in zip(results, truths, strict=True))
-                        torch.cuda.empty_cache()
-                        if not away <= (3e-2 if name == "fp8" else TOLERANCE):
-                            entry["reason"] = f"wrong: {away:.1e}"
-                            print(name, problem.d_h, tokens, words(entry), entry["reason"], flush=True)
-                            continue
-                        expected = results
-                    errors = [relative_l2(a, b.double()) for a, b in zip(results, expected, strict=True)]
-                    there, here = (
-                        resident(entry, kb << 10) for kb in (limit, SHARED.get(torch.cuda.get_device_capability(), 99))
-                    )
-                    if entry["shared"] > limit << 10:
-                        entry["reason"] = f"{entry['shared'] >> 10} KB of shared memory"
-                    elif options.architecture and there != here:
-                        entry["reason"] = f"{here} programs at once here, {there} there"
-                    elif not max(errors) <= (3e-2 if name == "fp8" else TOLERANCE):
-                        entry["reason"] = f"wrong: {max(errors):.1e}"
-                    elif entry["spilled"] > SPILLED and results is not expected:
-                        entry["reason"] = f"{entry['spilled']} bytes spilled"
-                    del results
-                    if "reason" in entry:
-                        continue
-                    entry["ms"] = graphed_ms(run) if few else milliseconds(run)
+                    results = measure(entry, p, few, limits, expected)
+                    expected = results if expected is None else expected
                     timed.append(entry)
                 except Exception as error:
                     entry["reason"] = f"{type(error).__name__}: {str(error)[:200]}"
-            del tensors, expected
-            torch.cuda.empty_cache()
+                    if expected is None:
+                        print(name, size.d_h, tokens, written(config), entry["reason"], flush=True)
+            if timed:
+                report(timed, dataclasses.replace(size, T=tokens), few)
         if options.out:
-            options.out.write_text(json.dumps(rows, indent=1))
-        report(name, problem, timed, few)
+            options.out.write_text(json.dumps(rows, indent=1, default=dataclasses.asdict))
     print_rows(row, 8 * dtype.itemsize, rows)
     print(f"{time.monotonic() - begin:.0f} s", flush=True)
     return 0
 
 
-def report(name: str, problem: Problem, timed: list[dict], few: bool) -> None:
-    for tokens in sorted({entry["tokens"] for entry in timed}):
-        first, *_ = entries = [entry for entry in timed if entry["tokens"] == tokens]
-        print(
-            f"\n{name} d_h {problem.d_h}, {tokens} tokens: the table's {first['ms']:.4f} ms: {words(first)}", flush=True
-        )
-        for entry in sorted(entries, key=lambda entry: entry["ms"])[:7]:
-            work = {"forward": 6, "fp8": 6, "token_grads": 10, "weight_grads": 12}[name] * tokens * problem.products
-            rate = "" if few else f", {work / entry['ms'] / 1e9:.0f} TFLOP/s"
-            print(f"  {entry['ms']:.4f} ms{rate}: {words(entry)}", flush=True)
+def report(timed: list[dict], size: Size, few: bool) -> None:
+    first, *_ = timed
+    print(f"\n{first['kernel']} {size}: the table's {first['ms']:.4f} ms: {words(first)}", flush=True)
+    for entry in sorted(timed, key=lambda entry: entry["ms"])[:7]:
+        work = {"forward": 6, "fp8": 6, "token_grads": 10, "weight_grads": 12}[first["kernel"]] * size.products
+        rate = "" if few else f", {work / entry['ms'] / 1e9:.0f} TFLOP/s"
+        print(f"  {entry['ms']:.4f} ms{rate}: {words(entry)}", flush=True)
 
 
 def words(entry: dict) -> str:
@@ -330,12 +299,13 @@ def words(entry: dict) -> str:
     return f"{written(entry['config'])}, {used}"
 
 
-def written(config: dict) -> str:
+def written(config) -> str:
     """A block shape as configs.py has it."""
-    size = ", ".join(str(config[name]) for name in ("tokens", "inter", "warps", "stages"))
-    behind = ", True" if config["behind"] else ""
-    waves = f", waves={config['waves']}" if config["waves"] != 2 else ""
-    return f"_pair({size}{behind})" if config["paired"] else f"Config({size}{', behind=True' if behind else ''}{waves})"
+    size = f"{config.tokens}, {config.inter}, {config.warps}, {config.stages}"
+    if config.paired:
+        return f"_pair({size}{', True' if config.behind else ''})"
+    waves = f", waves={config.waves}" if config.waves != 2 else ""
+    return f"Config({size}{', behind=True' if config.behind else ''}{waves})"
 
 
 def print_rows(gpu: str, bits: int, rows: list[dict]) -> None:

@@ -8,6 +8,7 @@ import torch
 from interpreter import DEVICE, HALF, INTERPRETED, far_apart, run_interpreted, runs_kernels, starts_interpreter
 from targets import VIEWS, shifted
 
+from benchmarks import tune_triton
 from flashmhf import reference
 from flashmhf.backends import triton as back_end
 from flashmhf.backends.contract import Router, Settings
@@ -226,6 +227,22 @@ def test_router(tokens, subnets):
         for name, actual, i in (("dq", dq, 0), ("dw", dw, 4)):
             baseline, exact = (x[i] for x in p.gated_backward())
             assert_accurate(name, actual, baseline, exact, fixed_limits=True, few_tokens=tokens < 100)
+
+
+@runs_kernels
+@pytest.mark.parametrize("kernel", (*tune_triton.KERNELS, "fp8"))
+def test_block_shapes_that_are_timed_are_right(kernel):
+    p, other = (make(70, 1, 32, 2, 48, HALF, seed=seed) for seed in range(2))
+    results, wrong = (tune_triton.call(kernel, configs.Config(32, 32, 4, 1), x) for x in (p, other))
+    assert tune_triton.why_wrong(kernel, results, p) is None
+    assert tune_triton.why_wrong(kernel, results, p, results) is None
+    for expected in (None, results):
+        assert "wrong" in tune_triton.why_wrong(kernel, wrong, p, expected)
+
+
+def test_block_shapes_are_printed_as_the_table_has_them():
+    for config in {config for row in configs.TABLE.values() for config in row.values()}:
+        assert eval(tune_triton.written(config), vars(configs)) == config
 
 
 MATRIX_INSTRUCTION = {90: "wgmma.mma_async", 100: "tcgen05.mma"}  # else mma.sync
