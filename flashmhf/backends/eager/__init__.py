@@ -8,7 +8,7 @@ Legend: t rows of a block, J width of an inter chunk, D = d_h.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -46,18 +46,15 @@ def _block_sizes(tokens: int, subnets: int, subnet_dim: int, dtype: torch.dtype)
     return t, min(subnet_dim, max(1, budget // t))
 
 
-def _chunks(subnets: int, subnet_dim: int, width: int) -> Iterator[slice]:
-    """Return slices of the inter axis [E * d_e]; those of less than a sub-network do not cross its end."""
+def _chunks(subnets: int, subnet_dim: int, width: int) -> list[tuple[slice, slice]]:
+    """Return slices of the inter axis [E * d_e], each with that of its sub-networks: whole ones, or a part of one."""
     period = subnet_dim if width < subnet_dim else subnets * subnet_dim
+    chunks = []
     for start in range(0, subnets * subnet_dim, period):
         for low in range(start, start + period, width):
-            yield slice(low, min(low + width, start + period))
-
-
-def _spread(r: Tensor, chunk: slice, subnet_dim: int) -> Tensor:
-    """View the columns of r [t, E] that belong to a chunk's e sub-networks, as [t, e, 1]."""
-    first, last = chunk.start // subnet_dim, (chunk.stop - 1) // subnet_dim
-    return r[:, first : last + 1, None]
+            high = min(low + width, start + period)
+            chunks.append((slice(low, high), slice(low // subnet_dim, -(-high // subnet_dim))))
+    return chunks
 
 
 def _by_subnet(x: Tensor, gates: Tensor) -> Tensor:
@@ -78,7 +75,7 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
     dtype, operand = accumulate_dtype(q.dtype), _operand_dtype(q)
     activate, _ = _ACTIVATIONS[settings.activation]
     rows, width = _block_sizes(tokens * group, subnets, subnet_dim, dtype)
-    step = max(rows // group, 1)
+    step, chunks = max(rows // group, 1), _chunks(subnets, subnet_dim, width)
     for start in range(0, tokens, step):
         block = slice(start, min(start + step, tokens))
         q_block = q_rows[block]
@@ -88,12 +85,12 @@ def forward(q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Gate, settings: Setti
             q_h = q_block[:, members].reshape(-1, head_dim).to(operand)
             r_h = None if r_block is None else r_block[:, members].reshape(-1, subnets)
             total = torch.zeros(q_h.shape, dtype=dtype, device=q.device)
-            for chunk in _chunks(subnets, subnet_dim, width):
+            for chunk, of_chunk in chunks:
                 k_c, u_c, v_c = (x[kv, chunk].to(operand) for x in (k, u, v))
                 p = activate(_product(q_h, k_c.T, dtype))
                 p *= _product(q_h, u_c.T, dtype)
                 if r_h is not None:
-                    gates = _spread(r_h, chunk, subnet_dim)
+                    gates = r_h[:, of_chunk, None]
                     _by_subnet(p, gates).mul_(gates)
                 _add_product(total, p.to(operand), v_c)
             out_rows[block, members] = total.view(-1, group, head_dim)
@@ -109,7 +106,7 @@ def backward(
     needs_tokens, needs_weights = settings.needs
     kv_heads, subnets, subnet_dim, head_dim = k.shape
     heads, tokens = q.shape[-2], token_count(q)
-    group, units = heads // kv_heads, subnets * subnet_dim
+    group = heads // kv_heads
     dtype, operand = accumulate_dtype(q.dtype), _operand_dtype(q)
 
     def empty(x: Tensor | None, needed: bool, of: torch.dtype) -> Tensor:
@@ -117,73 +114,67 @@ def backward(
 
     dq, dr = empty(q, needs_tokens, dq_dtype), empty(r, needs_tokens, q.dtype if r is None else r.dtype)
     weight_grads = [empty(k, needs_weights, k.dtype) for _ in range(3)]
-    dq_rows = dq.view(tokens, heads, head_dim) if needs_tokens else None
-    dr_rows = dr.view(tokens, heads, subnets) if needs_tokens and r is not None else None
     q_rows, grad_rows, r_rows = TokenRows(q), TokenRows(grad_out), None if r is None else TokenRows(r)
-    k, u, v = (x.view(kv_heads, units, head_dim) for x in (k, u, v))
     rows, width = _block_sizes(tokens * group, subnets, subnet_dim, dtype)
-    step = max(rows // group, 1)
+    step, chunks = max(rows // group, 1), _chunks(subnets, subnet_dim, width)
     for kv in range(kv_heads):
         members = slice(kv * group, (kv + 1) * group)
+        weights = [x[kv].view(-1, head_dim) for x in (k, u, v)]
         # Sums of one head at a time: the only buffers that grow with d_ff.
-        sums = None
-        if needs_weights:
-            targets = [x[kv].view(units, head_dim) for x in weight_grads]
-            sums = [torch.zeros_like(x, dtype=dtype) if x.dtype != dtype else x.zero_() for x in targets]
+        targets = [x[kv].view(-1, head_dim) for x in weight_grads] if needs_weights else []
+        sums = [torch.zeros_like(x, dtype=dtype) if x.dtype != dtype else x.zero_() for x in targets]
         for start in range(0, tokens, step):
             block = slice(start, min(start + step, tokens))
             # The rows side by side: the products that sum over tokens read them faster.
             rows_h = (x[block][:, members].reshape(-1, head_dim).contiguous() for x in (q_rows, grad_rows))
             q_h, grad_h = (x.to(operand) for x in rows_h)
             r_h = None if r is None else r_rows[block][:, members].reshape(-1, subnets).to(dtype)
-            dq_sum = torch.zeros(q_h.shape, dtype=dtype, device=q.device) if needs_tokens else None
-            dr_sum = None if dr_rows is None else torch.zeros(r_h.shape, dtype=dtype, device=q.device)
-            for chunk in _chunks(subnets, subnet_dim, width):
-                weights = tuple(x[kv, chunk].to(operand) for x in (k, u, v))
-                gates = None if r is None else _spread(r_h, chunk, subnet_dim)
-                dr_chunk = None if dr_sum is None else _spread(dr_sum, chunk, subnet_dim)
-                sums_chunk = None if sums is None else [x[chunk] for x in sums]
-                _chunk_grads(q_h, grad_h, weights, gates, settings.activation, dq_sum, dr_chunk, sums_chunk)
-            if dq_rows is not None:
-                dq_rows[block, members] = dq_sum.view(-1, group, head_dim)
-            if dr_rows is not None:
-                dr_rows[block, members] = dr_sum.view(-1, group, subnets)
-        if sums is not None and dtype != k.dtype:
+            dq_h, dr_h = _block_grads(q_h, grad_h, r_h, weights, chunks, settings.activation, needs_tokens, sums)
+            if dq_h is not None:
+                dq.view(tokens, heads, head_dim)[block, members] = dq_h.view(-1, group, head_dim)
+            if dr_h is not None:
+                dr.view(tokens, heads, subnets)[block, members] = dr_h.view(-1, group, subnets)
+        if dtype != k.dtype:
             for target, total in zip(targets, sums, strict=True):
                 target.copy_(total)
     return dq, *weight_grads, dr
 
 
-def _chunk_grads(
-    q: Tensor, grad_out: Tensor, weights: tuple[Tensor, Tensor, Tensor], gates: Tensor | None, activation: str,
-    dq: Tensor | None, dr: Tensor | None, sums: list[Tensor] | None,
-) -> None:  # fmt: skip
-    """Add the gradients of a block q, grad_out [t, D] and a chunk of k, u, v [J, D] to dq [t, D], dr [t, e, 1] and
-    ``sums``, those of k, u and v; None for what is not needed.
+def _block_grads(
+    q: Tensor, grad_out: Tensor, r: Tensor | None, weights: list[Tensor], chunks: list[tuple[slice, slice]],
+    activation: str, needs_tokens: bool, sums: list[Tensor],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Return dq [t, D] and dr [t, E] of a block q, grad_out [t, D], r [t, E], or None for what is not needed. Add the
+    gradients of the ``weights`` k, u, v [E d_e, D] to ``sums``, which is empty where they are not.
 
     With m = q k, n = q u, a = activation(m), g = grad_out v: dr = sum g a n, dn = g a r, dm = g n r a'(m),
     dq = dm K + dn U, dk = dm^T q, du = dn^T q, dv = (a n r)^T grad_out.
     """
-    k, u, v = weights
     dtype = accumulate_dtype(q.dtype)
-    m, n, g = (_product(x, weight.T, dtype) for x, weight in ((q, k), (q, u), (grad_out, v)))
-    a = reference.ACTIVATIONS[activation][0](m)
-    p = a * n
-    if dr is not None:
-        dr += _by_subnet(g * p, dr).sum(-1, keepdim=True)
-    if gates is not None:
-        _by_subnet(g, gates).mul_(gates)
-        _by_subnet(p, gates).mul_(gates)
-    dm = _ACTIVATIONS[activation][1](n.mul_(g), m).to(q.dtype)
-    dn = g.mul_(a).to(q.dtype)
-    if dq is not None:
-        _add_product(dq, dm, k)
-        _add_product(dq, dn, u)
-    if sums is not None:
-        dk, du, dv = sums
-        _add_product(dk, dm.T, q)
-        _add_product(du, dn.T, q)
-        _add_product(dv, p.to(q.dtype).T, grad_out)
+    dq = q.new_zeros(q.shape, dtype=dtype) if needs_tokens else None
+    dr = r.new_zeros(r.shape) if needs_tokens and r is not None else None
+    for chunk, of_chunk in chunks:
+        k, u, v = (x[chunk].to(q.dtype) for x in weights)
+        m, n, g = (_product(x, weight.T, dtype) for x, weight in ((q, k), (q, u), (grad_out, v)))
+        a = reference.ACTIVATIONS[activation][0](m)
+        p = a * n
+        if r is not None:
+            gates = r[:, of_chunk, None]
+            if dr is not None:
+                dr[:, of_chunk].add_(_by_subnet(g * p, gates).sum(-1))
+            _by_subnet(g, gates).mul_(gates)
+            _by_subnet(p, gates).mul_(gates)
+        dm = _ACTIVATIONS[activation][1](n.mul_(g), m).to(q.dtype)
+        dn = g.mul_(a).to(q.dtype)
+        if dq is not None:
+            _add_product(dq, dm, k)
+            _add_product(dq, dn, u)
+        if sums:
+            dk, du, dv = (x[chunk] for x in sums)
+            _add_product(dk, dm.T, q)
+            _add_product(du, dn.T, q)
+            _add_product(dv, p.to(q.dtype).T, grad_out)
+    return dq, dr
 
 
 def _operand_dtype(q: Tensor) -> torch.dtype:
