@@ -5,7 +5,8 @@ from __future__ import annotations
 import dis
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -73,36 +74,44 @@ class _Placed(ParallelStyle):
             sharded = distribute_tensor(parameter, device_mesh, where, src_data_rank=self.src_data_rank)
             _register(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
-        def place(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, device_mesh, [self.inputs], run_check=False)
-            return x.redistribute(device_mesh, [self.within])
-
         def before(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return tuple(map(place, args)), {name: place(x) for name, x in keywords.items()}
-
-        def after(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-            if isinstance(out, tuple | list):
-                parts = [after(module, args, part) for part in out]
-                return type(out)(*parts) if hasattr(out, "_fields") else type(out)(parts)
-            if not isinstance(out, DTensor):
-                return out
-            is_sum = type(out.placements[0]) is Partial and self.outputs.is_replicate()  # no embedding's masked sum
-            copied = torch.compiler.is_compiling() or torch.is_grad_enabled()
-            if is_sum and not copied and not any(part._forward_hooks for part in module.children()):
-                # nothing else holds it; DTensor's own all-reduce would copy it first
-                local = out.to_local().contiguous()
-                dist.all_reduce(local, group=device_mesh.get_group())
-                sizes = {"shape": out.shape, "stride": out.stride()}
-                out = DTensor.from_local(local, device_mesh, [Replicate()], run_check=False, **sizes)
-            out = out.redistribute(device_mesh, [self.outputs])
-            return out.to_local() if self.use_local_output else out
+            taken = (self._take(x, device_mesh) for x in args)
+            return tuple(taken), {name: self._take(x, device_mesh) for name, x in keywords.items()}
 
         module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after, prepend=True)  # other hooks see the result
+        # other hooks see the result
+        module.register_forward_hook(lambda _, args, out: self._return(out, module, device_mesh), prepend=True)
         return module
+
+    def _take(self, x: Any, mesh: DeviceMesh) -> Any:
+        """Return an argument as the module computes with it."""
+        if not isinstance(x, Tensor):
+            return x
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, [self.inputs], run_check=False)
+        return x.redistribute(mesh, [self.within])
+
+    def _return(self, out: Any, module: nn.Module, mesh: DeviceMesh) -> Any:
+        """Return a result of ``module``, or each of several, as its caller gets it."""
+        if isinstance(out, tuple | list):
+            parts = [self._return(part, module, mesh) for part in out]
+            return type(out)(*parts) if hasattr(out, "_fields") else type(out)(parts)
+        if not isinstance(out, DTensor):
+            return out
+        is_sum = type(out.placements[0]) is Partial and self.outputs.is_replicate()  # no embedding's masked sum
+        kept = torch.compiler.is_compiling() or torch.is_grad_enabled()
+        if is_sum and not (kept or any(part._forward_hooks for part in module.children())):
+            out = _sum_in_place(out, mesh)
+        out = out.redistribute(mesh, [self.outputs])
+        return out.to_local() if self.use_local_output else out
+
+
+def _sum_in_place(parts: DTensor, mesh: DeviceMesh) -> DTensor:
+    """Return the sum over the ranks in the memory of ``parts``: DTensor's own all-reduce would copy them first."""
+    local = parts.to_local().contiguous()
+    dist.all_reduce(local, group=mesh.get_group())
+    sizes = {"shape": parts.shape, "stride": parts.stride()}
+    return DTensor.from_local(local, mesh, [Replicate()], run_check=False, **sizes)
 
 
 class HeadParallel(_Placed):
@@ -180,38 +189,42 @@ def plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
     size = positive("size", size)
     if not any(isinstance(child, _DIVIDED) for child in model.modules()):
         raise ValueError(f"module is a {type(model).__name__} without a FlashMHF, MHFFN or SwiGLU network")
+    ends: dict[int, ParallelStyle] = {}
+    if hasattr(model, "get_output_embeddings"):
+        ends[id(model.get_output_embeddings())] = ColwiseParallel(output_layouts=Replicate())
+    if hasattr(model, "get_input_embeddings"):
+        ends[id(model.get_input_embeddings())] = _everywhere(Shard(0), Replicate())
     styles: dict[str, ParallelStyle] = {}
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for name, module in model.named_modules():
-        if any(name.startswith(_path(done, "")) for done in styles):
-            continue
-        children, own = dict(module.named_children()), [key for key, _ in module.named_parameters(recurse=False)]
-        gated = {"gate_proj", "up_proj", "down_proj"} <= children.keys() and not isinstance(module, DenseMoE)
-        if isinstance(module, (FlashMHF, MHFFN)):
-            check_heads(name, module, size)
-            styles[name] = HeadParallel()
-        elif {"q_proj", "k_proj", "v_proj", "o_proj"} <= children.keys():
-            styles |= _attention_styles(name, module, size)
-        elif own and (gated or any(isinstance(child, _DIVIDED) for child in module.modules())):
-            found = f"{name or 'module'} has parts to divide and parameters of its own, {', '.join(own)}"
-            # to replicate them is to replicate the parts, too
-            raise ValueError(f"{found}; supported: own parameters in a child module")
-        elif gated:
-            width = module.get_submodule("gate_proj").out_features
-            _check_divides(size, name, width, f"a width of {width}", "the width")
-            styles |= {_path(name, part): ColwiseParallel() for part in ("gate_proj", "up_proj")}
-            styles[_path(name, "down_proj")] = RowwiseParallel()
-        elif module is embedding:
-            styles[name] = _everywhere(Shard(0), Replicate())
-        elif module is head:
-            styles[name] = ColwiseParallel(output_layouts=Replicate())
-        elif own and name not in styles:
-            if isinstance(module, _NOT_REPLICATED):
-                supported = "modules that take and return one tensor and have parameters alone, and Llama's attention"
-                raise ValueError(f"{name} is a {type(module).__name__}; supported: {supported}")
-            styles[name] = _everywhere(Replicate(), Replicate())
+        if name not in styles and not any(name.startswith(_path(done, "")) for done in styles):
+            styles |= _styles_of(name, module, size, ends.get(id(module)))
     return styles
+
+
+def _styles_of(name: str, module: nn.Module, size: int, end: ParallelStyle | None) -> dict[str, ParallelStyle]:
+    """Return the styles of one module, or of its parts; ``end``: that of the model's embedding or head, if it is."""
+    children, own = dict(module.named_children()), [key for key, _ in module.named_parameters(recurse=False)]
+    gated = {"gate_proj", "up_proj", "down_proj"} <= children.keys() and not isinstance(module, DenseMoE)
+    if isinstance(module, (FlashMHF, MHFFN)):
+        check_heads(name, module, size)
+        return {name: HeadParallel()}
+    if {"q_proj", "k_proj", "v_proj", "o_proj"} <= children.keys():
+        return _attention_styles(name, module, size)
+    if own and (gated or any(isinstance(child, _DIVIDED) for child in module.modules())):
+        found = f"{name or 'module'} has parts to divide and parameters of its own, {', '.join(own)}"
+        # to replicate them is to replicate the parts, too
+        raise ValueError(f"{found}; supported: own parameters in a child module")
+    if gated:
+        width = module.get_submodule("gate_proj").out_features
+        _check_divides(size, name, width, f"a width of {width}", "the width")
+        first = {_path(name, part): ColwiseParallel() for part in ("gate_proj", "up_proj")}
+        return first | {_path(name, "down_proj"): RowwiseParallel()}
+    if end is not None:
+        return {name: end}
+    if own and isinstance(module, _NOT_REPLICATED):
+        supported = "modules that take and return one tensor and have parameters alone, and Llama's attention"
+        raise ValueError(f"{name} is a {type(module).__name__}; supported: {supported}")
+    return {name: _everywhere(Replicate(), Replicate())} if own else {}
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -264,22 +277,23 @@ def _check_functions(model: nn.Module) -> None:
 def _read_by_forward(kind: type[nn.Module]) -> set[str]:
     """Return what the forward of a class reads, or a method that it calls, such as "norm.weight"."""
     functions: list[Any] = [kind.forward]
-    codes, paths = [], set()
+    codes: list[CodeType] = []
     for function in functions:  # which grow
         code = inspect.unwrap(function).__code__ if inspect.isfunction(function) else function
-        if not isinstance(code, CodeType) or code in codes:
-            continue
-        codes.append(code)
-        functions += [*code.co_consts, *(vars(each).get(name) for each in kind.__mro__ for name in code.co_names)]
-        path: list[str] = []
-        for step in dis.get_instructions(code):
-            if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                path.append(step.argval)
-            else:
-                # also "norm.weight" of "norm.weight.T", but not of "norm.weight.dtype"
-                paths |= {".".join(path), ".".join(path[:-1])} if path and path[-1] not in _PROPERTIES else set()
-                path = []
-    return paths
+        if isinstance(code, CodeType) and code not in codes:
+            codes.append(code)
+            functions += [*code.co_consts, *(vars(each).get(name) for each in kind.__mro__ for name in code.co_names)]
+    return {path for code in codes for path in _paths_in(code)}
+
+
+def _paths_in(code: CodeType) -> Iterator[str]:
+    """Yield the attributes of attributes in a function's code: also "norm.weight" of "norm.weight.T", but not of
+    "norm.weight.dtype".
+    """
+    steps = itertools.groupby(dis.get_instructions(code), lambda step: step.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+    for names in ([step.argval for step in path] for is_path, path in steps if is_path):
+        if names[-1] not in _PROPERTIES:
+            yield from (".".join(names), ".".join(names[:-1]))
 
 
 def shard_placement(size: int) -> Callable[[nn.Parameter], Shard | None]:
