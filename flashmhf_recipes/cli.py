@@ -221,8 +221,7 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     settings = {name: getattr(args, name) for name in ("window", "stride", "batch", "text_field")}
     found = evaluation.held_out_loss(*_load(args), args.data, bar=sys.stderr.isatty(), **settings)
-    left_out = "".join(f"; left out: {count:,} {what}" for what, count in sorted(found.left_out.items()))
-    print(f"{found.documents:,} documents, {found.tokens:,} tokens{left_out}")
+    print(f"{found.documents:,} documents, {found.tokens:,} tokens{found.left_out}")
     print(f"loss {found.loss:.4f} nats/token, perplexity {found.perplexity:.3f}, {found.bits_per_byte:.4f} bits/byte")
     return 0
 

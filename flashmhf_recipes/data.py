@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -16,7 +15,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from .checkpoints import sync
-from .documents import find_files, read
+from .documents import LeftOut, find_files, read
 from .errors import DataError
 from .tokenizer import token_numbers
 
@@ -31,7 +30,7 @@ class Documents:
 
     records: Iterable[dict]  # of a run, walked once for the tokenizer and once for the tokens
     origin: str  # what the records are
-    left_out: Counter  # what was not read; documents without text are counted while they are read
+    left_out: LeftOut  # documents without text are counted while they are read
 
     def __iter__(self) -> Iterator[str]:
         self.left_out["documents without text"] = 0
@@ -42,8 +41,7 @@ class Documents:
                 self.left_out["documents without text"] += 1
 
     def __str__(self) -> str:
-        left_out = ", ".join(f"{count:,} {what}" for what, count in sorted(self.left_out.items()) if count)
-        return self.origin + (f"; left out: {left_out}" if left_out else "")
+        return f"{self.origin}{self.left_out}"
 
 
 def local(paths: Iterable[str | Path], text_field: str, seed: int, cache: Path, bar: bool = False) -> Documents:

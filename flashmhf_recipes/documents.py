@@ -17,9 +17,16 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # of text formats
 _UNPAIRED_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can write it ("\\ud800"), and no tokenizer takes it
 
 
-def find_files(paths: str | Path | Iterable[str | Path]) -> tuple[list[Path], Counter]:
+class LeftOut(Counter):
+    """What is not read, counted by its kind."""
+
+    def __str__(self) -> str:
+        return "".join(f"; left out: {count:,} {kind}" for kind, count in sorted(self.items()) if count)
+
+
+def find_files(paths: str | Path | Iterable[str | Path]) -> tuple[list[Path], LeftOut]:
     """Return the files named and those below directories, each once, and counts of the rest. Raises DataError."""
-    files, left_out = [], Counter()
+    files, left_out = [], LeftOut()
     if isinstance(paths, str | os.PathLike):
         paths = [paths]
     for path in (Path(os.path.expanduser(path)) for path in paths):
@@ -28,35 +35,27 @@ def find_files(paths: str | Path | Iterable[str | Path]) -> tuple[list[Path], Co
             raise DataError(f"{path} does not exist")
         if not below:
             found = "has no files that can be read" if path.is_dir() else f"ends in {path.suffix!r}"
-            besides = "".join(f"; left out: {count:,} {what}" for what, count in sorted((+left_out).items()))
-            raise DataError(f"{path} {found}; supported: {', '.join(READERS)}{besides}")
+            raise DataError(f"{path} {found}; supported: {', '.join(READERS)}{left_out}")
         files += below
     # a file given twice would be on both sides of a split
-    return list({path.resolve(): path for path in files}.values()), +left_out  # + drops counts of 0
+    return list({path.resolve(): path for path in files}.values()), left_out
 
 
-def _below(directory: Path, left_out: Counter) -> Iterator[Path]:
+def _below(directory: Path, left_out: LeftOut) -> Iterator[Path]:
     seen = set()
     for folder, folders, names in os.walk(directory, followlinks=True):
         seen.add(os.path.realpath(folder))
-        left_out["hidden folders"] += sum(map(_hidden, folders))
-        left_out["hidden files"] += sum(map(_hidden, names))
-        shown = sorted(name for name in folders if not _hidden(name))
+        # under such names programs keep their own: .git, .ipynb_checkpoints, ._x, _temporary, __MACOSX
+        hidden = {name for name in (*folders, *names) if name.startswith((".", "_"))}
+        left_out["hidden files and folders"] += len(hidden)
+        shown = sorted({*folders} - hidden)
         folders[:] = (name for name in shown if os.path.realpath(os.path.join(folder, name)) not in seen)
-        for path in (Path(folder, name) for name in sorted(names) if not _hidden(name)):
-            if not path.exists():
-                left_out["links to nothing"] += 1
-            elif not path.is_file():
-                left_out["pipes, sockets and devices"] += 1
-            elif reader(path):
+        for path in (Path(folder, name) for name in sorted({*names} - hidden)):
+            if path.is_file() and reader(path):
                 yield path
             else:
-                left_out[f"files ending in {path.suffix!r}" if path.suffix else "files without a suffix"] += 1
-
-
-def _hidden(name: str) -> bool:
-    """Return whether programs keep their own under this name: .git, .ipynb_checkpoints, ._x, _temporary, __MACOSX."""
-    return name.startswith((".", "_"))
+                kind = f"files ending in {path.suffix!r}" if path.suffix else "files without a suffix"
+                left_out[kind if path.is_file() else "links to nothing, pipes and devices"] += 1
 
 
 def read(files: Iterable[Path], text_field: str = "text") -> Iterator[dict[str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,7 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .data import Documents, encode
-from .documents import find_files, read
+from .documents import LeftOut, find_files, read
 from .errors import DataError, refuse
 from .pretrained import positions
 
@@ -30,7 +29,7 @@ class HeldOut:
     tokens: int
     bytes: int
     documents: int
-    left_out: Counter
+    left_out: LeftOut
 
 
 def held_out_loss(
@@ -63,7 +62,7 @@ def held_out_loss(
         raise DataError(f"no text is left to evaluate on: {documents}")
     loss = nats / tokens
     perplexity = math.exp(loss) if loss < 709 else math.inf
-    return HeldOut(loss, perplexity, nats / (size * math.log(2)), tokens, size, count, +left_out)  # + drops counts of 0
+    return HeldOut(loss, perplexity, nats / (size * math.log(2)), tokens, size, count, left_out)
 
 
 @torch.no_grad()

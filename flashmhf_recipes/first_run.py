@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,21 +25,20 @@ WIDTH_MULTIPLE = 8  # elements; rows of 16 bytes, so that cuBLAS takes its fast 
 COLORS = {"SwiGLU": "tab:orange", "SwiGLU compiled": "tab:red", "naive MH-FFN": "tab:gray", "FlashMHF": "tab:blue"}
 FIGURES = {
     "forward_ms": "inference, ms",
-    "forward_mib": "peak memory at inference, MiB",
+    "forward_mib": "peak memory of a layer at inference, MiB",
     "step_ms": "training step, ms",
-    "step_mib": "peak memory of a training step, MiB",
+    "step_mib": "peak memory of a layer's training step, MiB",
 }
 
 logger = logging.getLogger(__name__)
 
 
 class Accuracy(NamedTuple):
-    """Relative L2 errors against float64 of one tensor; ``plain`` is that of PyTorch code in the same precision."""
+    """Relative L2 error against float64 of one tensor, and what rounding in the same precision allows."""
 
     kind: str  # back end and dtype
     tensor: str
     error: float
-    plain: float
     limit: float
 
     @property
@@ -61,8 +61,7 @@ def check(device: torch.device) -> Iterator[Accuracy]:
             results = zip(ours, (plain_out, *plain_gradients), (exact_out, *exact_gradients), strict=True)
             for tensor, (actual, plain, exact) in zip(("out", "dq", "dk", "du", "dv", "dr"), results, strict=True):
                 limit = testing.limit(plain, exact, dtype, fixed_limits=name != "eager")
-                errors = testing.relative_l2(actual, exact), testing.relative_l2(plain, exact)
-                yield Accuracy(f"{name} {precision}", tensor, *errors, limit)
+                yield Accuracy(f"{name} {precision}", tensor, testing.relative_l2(actual, exact), limit)
 
 
 class Setting(NamedTuple):
@@ -158,43 +157,28 @@ def headline(setting: Setting) -> str:
     return f"flashmhf {flashmhf.__version__} | {machine} | torch {torch.__version__} | back end {next(usable)}"
 
 
-def _cell(value: float | str) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3f}"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return lines with the first column aligned to the left, the others to the right; an empty row is a blank one."""
-    widths = [max(len(row[i]) for row in rows if row) for i in range(len(rows[0]))]
-    lines = ((cell.rjust(widths[i]) if i else cell.ljust(widths[i]) for i, cell in enumerate(row)) for row in rows)
-    return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
 def table(setting: Setting, accuracies: Sequence[Accuracy] = (), measurements: Sequence[Measurement] = ()) -> str:
-    """Return one column a network: errors, then time and memory."""
-    names = [name for name in COLORS if name in modules(setting)]
-    rows: list[tuple[str, ...]] = [("", *names)]
-
-    def add(title: str, cells: dict[str, float | str]) -> None:
-        rows.append((title, *(_cell(cells.get(name, "-")) for name in names)))
-
-    for kind in dict.fromkeys(a.kind for a in accuracies):
-        worst = max((a for a in accuracies if a.kind == kind), key=lambda a: a.error / a.limit)
-        label = f"{kind}: largest error vs float64 ({worst.tensor}, limit {worst.limit:.1e})"
-        add(label, {"FlashMHF": f"{worst.error:.1e}{'' if worst.passed else ' FAILED'}"})
-    if measurements:
-        rows.append(())
-        ours, theirs = setting.layers
-        layers = "one layer" if ours == theirs == 1 else f"{ours} layers, {theirs} of SwiGLU"
-        what = f"{layers}, d_model {setting.d_model}, {str(setting.dtype).removeprefix('torch.')}"
-        add(f"{what}: parameters", {m.module: m.parameters for m in measurements})
-        for attribute, title in FIGURES.items():
-            each = f"{title} (one layer)" if attribute.endswith("mib") and ours > 1 else title
-            for tokens in dict.fromkeys(m.tokens for m in measurements):
-                cells = {m.module: getattr(m, attribute) for m in measurements if m.tokens == tokens}
-                add(f"  {each}, {tokens:,} tokens", cells)
-    return headline(setting) + "\n\n" + _aligned(rows)
+    """Return the largest errors, then one column per network: parameters, time and memory."""
+    lines = [headline(setting), ""]
+    for kind, tensors in groupby(accuracies, key=lambda each: each.kind):
+        worst = max(tensors, key=lambda each: each.error / each.limit)
+        what = f"{kind}: largest error vs float64 {worst.error:.1e} ({worst.tensor}, limit {worst.limit:.1e})"
+        lines.append(what if worst.passed else f"{what} FAILED")
+    ours, theirs = setting.layers
+    layers = "one layer" if ours == theirs == 1 else f"{ours} layers, {theirs} of SwiGLU"
+    names = [name for name in COLORS if any(m.module == name for m in measurements)]
+    rows = [(f"{layers}, d_model {setting.d_model}, {str(setting.dtype).removeprefix('torch.')}", names)]
+    for attribute, title in FIGURES.items():
+        for tokens in dict.fromkeys(m.tokens for m in measurements):
+            values = {m.module: getattr(m, attribute) for m in measurements if m.tokens == tokens}
+            digits = {name: 0 if value >= 100 else 1 if value >= 10 else 3 for name, value in values.items()}
+            rows.append((f"  {title}, {tokens:,} tokens", [f"{values[name]:,.{digits[name]}f}" for name in names]))
+    parameters = {m.module: f"{m.parameters:,}" for m in measurements}
+    rows.insert(1, ("  parameters", [parameters[name] for name in names]))
+    width = max(len(title) for title, _ in rows)
+    return "\n".join(
+        [*lines, "", *(title.ljust(width) + "".join(f"{cell:>17}" for cell in cells) for title, cells in rows)]
+    )
 
 
 def meaning(setting: Setting, accuracies: Sequence[Accuracy], measurements: Sequence[Measurement]) -> str:
@@ -214,31 +198,26 @@ It takes {time["step_ms"]:.2f} of SwiGLU's time, inference {time["forward_ms"]:.
 def picture(path: Path, setting: Setting, measurements: Sequence[Measurement]) -> bool:
     """Draw memory and time of a training step, on a GPU of inference, too; return whether the PNG was written. One that
     cannot be drawn is a warning: the table has it all."""
+    lengths = sorted({m.tokens for m in measurements})
     panels = ["step_mib", "step_ms"] + ["forward_mib", "forward_ms"] * (setting.device.type == "cuda")
     try:
         from matplotlib.figure import Figure  # without pyplot, which would need a display
+        from matplotlib.ticker import LogLocator
 
         figure = Figure(figsize=(5.5 * len(panels), 4.8), layout="constrained")
-        for axis, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
-            _draw(axis, setting, measurements, panel)
+        for axis, attribute in zip(figure.subplots(1, len(panels)), panels, strict=True):
+            for name, color in COLORS.items():
+                if points := [(m.tokens, getattr(m, attribute)) for m in measurements if m.module == name]:
+                    axis.plot(*zip(*points, strict=True), "o-", color=color, label=name)
+            axis.set(title=FIGURES[attribute], xlabel="tokens", xscale="log", yscale="log")
+            axis.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
+            axis.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:,.0f}")
+            axis.minorticks_off()
+            axis.grid(True, alpha=0.3)
+            axis.legend(fontsize=9)
         figure.suptitle(headline(setting))
         figure.savefig(path, dpi=110, format="png")
     except Exception as error:  # fonts, caches, disks: matplotlib raises whatever they do
         logger.warning("%s was not drawn: %s: %s", path, type(error).__name__, " ".join(str(error).split()))
         return False
     return True
-
-
-def _draw(axis, setting: Setting, measurements: Sequence[Measurement], attribute: str) -> None:
-    tokens = sorted({m.tokens for m in measurements})
-    for name, color in COLORS.items():
-        if points := [(m.tokens, getattr(m, attribute)) for m in measurements if m.module == name]:
-            axis.plot(*zip(*points, strict=True), "o-", color=color, label=name)
-    each = "one layer" if attribute.endswith("mib") or setting.layers == (1, 1) else "all layers"
-    axis.set(title=f"{FIGURES[attribute]} ({each})", xlabel="tokens", xscale="log", yscale="log")
-    axis.set_xticks(tokens, [f"{count:,}" for count in tokens], rotation=30)
-    axis.minorticks_off()
-    axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-    axis.yaxis.set_major_formatter("{x:,.0f}")
-    axis.grid(True, which="both", alpha=0.3)
-    axis.legend(fontsize=9)

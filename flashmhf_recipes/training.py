@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
 
@@ -25,7 +26,7 @@ from flashmhf.models.record import is_fp8
 from . import checkpoints, data, fused_loss, metrics, pretrained
 from .arguments import one_path
 from .documents import find_files
-from .errors import DataError, OptionError, TrainingError, refuse
+from .errors import DataError, TrainingError, refuse
 from .options import Options
 from .settings import empty_model, schedule, training_arguments
 from .stopping import Stopped, StopSignals
@@ -34,7 +35,7 @@ from .tokenizer import token_numbers
 from .tokenizer import train as train_tokenizer
 from .trainer import RunTrainer
 
-RUN, LOCK, TOKENIZER, DATA, INIT = "run.json", "lock", "tokenizer", "data", "init"
+RUN, LOCK, TOKENIZER, DATA, INIT = "run.json", "flashmhf.lock", "tokenizer", "data", "init"
 SHORTEST_WARMUP = 100  # steps, at the paper's learning rates
 
 logger = logging.getLogger(__name__)
@@ -52,14 +53,8 @@ class Result:
 
 
 def first_process() -> bool:
-    """Return whether this is the process that writes; launchers say so before anything is initialised. Without
-    LOCAL_RANK accelerate makes one process of it, whatever RANK is: on some clusters that is the node's."""
-    if os.environ.get("LOCAL_RANK", "-1") == "-1":
-        return True
-    ranks = {name: os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
-    if not all(rank.isdecimal() for rank in ranks.values()):
-        raise OptionError(f"the environment has {ranks}; supported: integers in all, as of torchrun, or no LOCAL_RANK")
-    return ranks["RANK"] == "0"
+    """Return whether this is the process that writes. transformers' arguments must be there: they join the others."""
+    return PartialState().is_main_process
 
 
 def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Result:
@@ -70,8 +65,6 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     """
     options = options.resolve()
     output = Path(options.output)
-    if first_process():
-        _refuse_occupied(output, options)
     arguments = training_arguments(options)
     find_files(options.data)
     trained = _load_trained(options) if options.init_from else None
@@ -80,9 +73,10 @@ def start(options: Options, *, bar: bool = True, callbacks: Iterable = ()) -> Re
     if options.fused_loss:
         fused_loss.check(model)
     _warn_of_short_warmup(options, arguments)
+    if first_process():
+        _refuse_occupied(output, options)
     with StopSignals() as signals, _locked(output) as made:
         if first_process():
-            _refuse_occupied(output, options)  # another process may have been faster
             checkpoints.write_whole(output / RUN, json.dumps(asdict(options), indent=1) + "\n")
         try:
             return _train(options, arguments, bar, callbacks, signals, None, trained)
@@ -190,9 +184,6 @@ def _refuse_occupied(output: Path, options: Options) -> None:
     ours += ["tokenizer_config.json", "generation_config.json"]
     found = [name for name in ours if (output / name).exists()]
     found += [path.name for path in checkpoints.numbered_checkpoints(output)]
-    with suppress(OSError):
-        if (output / LOCK).is_dir() or (output / LOCK).read_bytes()[:8] not in (b"", b"process "):
-            found.append(LOCK)
     if found:
         hint = f", or train on its tokens with tokens={output}" if found == [TOKENIZER, DATA] else ""
         raise FileExistsError(f"{output} holds {', '.join(found)}, which a run would overwrite; choose another{hint}")

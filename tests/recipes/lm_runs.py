@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ pytest.importorskip("accelerate")
 from safetensors.torch import load_file  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
-from flashmhf_recipes import cli, data, metrics, tokenizer, training  # noqa: E402
+from flashmhf_recipes import cli, data, documents, metrics, tokenizer, training  # noqa: E402
 from flashmhf_recipes.errors import TrainingError  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -40,11 +39,11 @@ def start(output: Path, text: Path, callbacks: Iterable = (), **settings) -> tra
 
 def store_tokens(text: Path, folder: Path) -> Path:
     """Lay a text's tokens in ``folder`` as a run does, without datasets, which may be missing on a GPU's machine."""
-    documents = data.Documents([{"text": text.read_text(encoding="utf-8")}], "a text", Counter())
-    made = tokenizer.train(documents, 300)
+    texts = data.Documents([{"text": text.read_text(encoding="utf-8")}], "a text", documents.LeftOut())
+    made = tokenizer.train(texts, 300)
     made.save_pretrained(folder / training.TOKENIZER)
     (folder / training.DATA).mkdir()
-    data.store(folder / training.DATA, documents, made, 10_000)
+    data.store(folder / training.DATA, texts, made, 10_000)
     return folder
 
 

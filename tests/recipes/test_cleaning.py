@@ -147,15 +147,6 @@ def test_a_rank_without_a_launcher_is_one_process(rank, text, tmp_path, monkeypa
     assert (start(tmp_path / "run", text, **SHORT).output / "config.json").exists()
 
 
-@pytest.mark.parametrize("name", ["LOCAL_RANK", "RANK", "WORLD_SIZE"])
-def test_a_launch_that_is_not_whole_is_refused_by_name(name, text, tmp_path, monkeypatch):
-    for variable in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(variable, "" if variable == name else "0")
-    with pytest.raises(OptionError, match=f"the environment has .*'{name}': ''.*; supported: integers in all"):
-        start(tmp_path / "run", text, **SHORT)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_model_without_a_maximum_length(text, tmp_path, capsys):
     """BLOOM's configuration has none."""
     BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=32, n_layer=1, n_head=2)).save_pretrained(

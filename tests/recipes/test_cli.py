@@ -48,7 +48,7 @@ def test_memory_and_time_are_measured(small):
 def test_without_the_extra_the_rest_runs_and_a_failed_check_is_an_error(small, tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    wrong = first_run.Accuracy("eager float32", "dq", math.nan, 4e-7, 5e-7)
+    wrong = first_run.Accuracy("eager float32", "dq", math.nan, 5e-7)
     monkeypatch.setattr(first_run, "check", lambda *_: iter([wrong]))
     assert cli.main(["--device", "cpu"]) == 1
     captured = capsys.readouterr()

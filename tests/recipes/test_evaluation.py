@@ -78,7 +78,7 @@ def test_held_out_loss(trained, tmp_path):
     assert found.loss == pytest.approx(sum(expected) / len(expected), rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(found.loss))
     assert found.bits_per_byte == pytest.approx(sum(expected) / 25 / math.log(2), rel=1e-5)
-    assert found.left_out == {"documents without text": 1} and found.documents == 2
+    assert +found.left_out == {"documents without text": 1} and found.documents == 2
 
 
 def test_held_out_refusals(trained, text, tmp_path):

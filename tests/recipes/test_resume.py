@@ -252,7 +252,7 @@ def test_two_processes_do_not_train_one_run(text, tmp_path):
 
 
 @pytest.mark.parametrize("name", [
-    "data", "metrics.jsonl", "config.json", "model.safetensors", "checkpoint-5", "lock", "tokenizer.json",
+    "data", "metrics.jsonl", "config.json", "model.safetensors", "checkpoint-5", "tokenizer.json",
     "generation_config.json",
 ])  # fmt: skip
 def test_a_start_overwrites_nothing(name, text, tmp_path):
