@@ -147,9 +147,8 @@ def damage(checkpoint: Path) -> str | None:
                     json.loads(path.read_bytes())
                 case ".pt" | ".pth" | ".bin":
                     with zipfile.ZipFile(path) as archive:
-                        for member in archive.namelist():
-                            if member.endswith("data.pkl"):  # what is small; read with its checksum
-                                archive.read(member)
+                        for member in (name for name in archive.namelist() if name.endswith("data.pkl")):
+                            archive.read(member)  # what is small, with its checksum
     except (ValueError, TypeError, KeyError, FileNotFoundError, SafetensorError, zipfile.BadZipFile) as error:
         return f"{path.name} does not load ({' '.join(str(error).split())[:200]})"
     return None
@@ -159,14 +158,8 @@ def _set_aside(checkpoint: Path, kind: str, reason: str) -> None:
     """Rename ``checkpoint`` to ``kind``-checkpoint-N, with a number where the name is taken, and warn."""
     names = (f"{kind}-{checkpoint.name}{number}" for number in ("", *(f"-{i}" for i in range(2, 1000))))
     target = next(path for path in map(checkpoint.with_name, names) if not path.exists())
-    try:
-        checkpoint.rename(target)
-        now = f"it is now {target.name}"
-    except OSError as error:  # the mark is what counts
-        with suppress(OSError):
-            (checkpoint / MARK).unlink(missing_ok=True)
-        now = f"it is passed over where it is ({error.strerror})"
-    logger.warning("%s %s; %s", checkpoint, reason, now)
+    checkpoint.rename(target)
+    logger.warning("%s %s; it is now %s", checkpoint, reason, target.name)
 
 
 def set_aside_unusable(output: Path) -> None:

@@ -73,15 +73,14 @@ def _status(arguments: list[str]) -> int:
                 raise
     except BrokenPipeError:
         raise
-    except (ImportError, ValueError, OSError, RuntimeError) as error:
-        own = isinstance(error, (NotImplementedError, TrainingError)) or type(error).__name__ == "OutOfMemoryError"
-        if isinstance(error, RuntimeError) and not own:
-            raise
+    except Exception as error:
+        library, name = type(error).__module__.partition(".")[0], type(error).__name__
+        plain = ImportError, ValueError, OSError, NotImplementedError, TrainingError
         message = str(error)
-    except Exception as error:  # of another library's own type, as of reports, hubs, data formats and templates
-        if (library := type(error).__module__.partition(".")[0]) in ("builtins", "torch", "flashmhf"):
-            raise  # a fault of ours, or in a kernel
-        message = f"{library}: {type(error).__name__}: {error}"
+        if not isinstance(error, plain) and name != "OutOfMemoryError":
+            if library in ("builtins", "torch", "flashmhf"):
+                raise  # a fault of ours, or in a kernel
+            message = f"{library}: {name}: {error}"  # as of reports, hubs, data formats and templates
     print(f"flashmhf: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
@@ -201,11 +200,12 @@ def _add_model(parser: Parser, dtypes: tuple[str, ...] = ("auto", "bfloat16", "f
         add("--fp8", action="store_true", help="FlashMHF networks in FP8; flashmhf quantize writes them so")
 
 
-def _load(args: argparse.Namespace):
+def _load(args: dict):
+    """Take what :func:`_add_model` added out of ``args``, and return model and tokenizer."""
     from . import pretrained
 
-    given = {name: getattr(args, name) for name in ("device", "dtype", "fp8")}
-    return pretrained.load(args.model, tokenizer_name=args.tokenizer, **given)
+    settings = {name: args.pop(name) for name in ("device", "dtype", "fp8")}
+    return pretrained.load(args.pop("model"), tokenizer_name=args.pop("tokenizer"), **settings)
 
 
 def _eval(parser: Parser, arguments: list[str]) -> int:
@@ -218,9 +218,8 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
     add("--window", type=int, help="tokens of a window (the model's positions)")
     add("--stride", type=int, help="tokens it advances by (half a window)")
     add("--batch", type=int, default=4, help="windows at once (4)")
-    args = parser.parse_args(arguments)
-    settings = {name: getattr(args, name) for name in ("window", "stride", "batch", "text_field")}
-    found = evaluation.held_out_loss(*_load(args), args.data, bar=sys.stderr.isatty(), **settings)
+    args = vars(parser.parse_args(arguments))
+    found = evaluation.held_out_loss(*_load(args), args.pop("data"), bar=sys.stderr.isatty(), **args)
     print(f"{found.documents:,} documents, {found.tokens:,} tokens{found.left_out}")
     print(f"loss {found.loss:.4f} nats/token, perplexity {found.perplexity:.3f}, {found.bits_per_byte:.4f} bits/byte")
     return 0
@@ -236,13 +235,13 @@ def _generate(parser: Parser, arguments: list[str]) -> int:
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     add("--top-p", type=float, default=0.95)
     add("--seed", type=int)
-    args = parser.parse_args(arguments)
-    refuse(args.prompt == "-" and sys.stdin is None, "prompt is '-', and standard input is closed")
+    args = vars(parser.parse_args(arguments))
+    prompt = args.pop("prompt")
+    refuse(prompt == "-" and sys.stdin is None, "prompt is '-', and standard input is closed")
     model, tokenizer = _load(args)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = sys.stdin.read() if prompt == "-" else prompt
     print(prompt, end="", flush=True)
-    settings = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-    generation.generate(model, tokenizer, prompt, streamer=generation.Printer(tokenizer), **settings)
+    generation.generate(model, tokenizer, prompt, streamer=generation.Printer(tokenizer), **args)
     return 0
 
 

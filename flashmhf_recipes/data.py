@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -72,16 +73,9 @@ def encode(texts: Iterable[str], tokenizer) -> Iterator[np.ndarray]:
             yield np.asarray([tokenizer.eos_token_id] if end else ids, np.uint32)
 
 
-def pieces(text: str) -> Iterator[str]:
-    """Yield ``text`` in pieces of at most PIECE characters, cut before white space if there is some near."""
-    start = 0
-    while start < len(text):
-        end = start + PIECE
-        if end < len(text):
-            near = range(end, end - PIECE // 2, -1)
-            end = next((at for at in near if text[at].isspace() and not text[at - 1].isspace()), end)
-        yield text[start:end]
-        start = end
+def pieces(text: str) -> list[str]:
+    """Return ``text`` in pieces of at most PIECE characters, cut before white space if there is some."""
+    return re.findall(rf"(?s).{{1,{PIECE}}}(?=(?<!\s)\s|\Z)|.{{{PIECE}}}", text)
 
 
 def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar: bool = False) -> str:
@@ -108,31 +102,8 @@ def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar
     return manifest["report"]
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Stored tokens ``start`` to ``stop`` of a file, which are read as they are asked for."""
-
-    path: Path
-    dtype: str
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        """Return the tokens of ``part`` as int64."""
-        start, stop, _ = part.indices(len(self))
-        offset = (self.start + start) * np.dtype(self.dtype).itemsize
-        return np.fromfile(self.path, self.dtype, max(0, stop - start), offset=offset).astype(np.int64)
-
-    def part(self, start: int, stop: int) -> Tokens:
-        """Return tokens ``start`` to ``stop`` of these."""
-        return Tokens(self.path, self.dtype, self.start + start, self.start + stop)
-
-
-def load(directory: Path) -> Tokens:
-    """Return the stored tokens. Raises DataError where they are damaged."""
+def load(directory: Path) -> np.ndarray:
+    """Return the stored tokens, which are read as they are asked for. Raises DataError where they are damaged."""
     path, tokens = directory / MANIFEST, directory / TOKENS
     try:
         manifest = json.loads(path.read_text("utf-8"))
@@ -142,10 +113,10 @@ def load(directory: Path) -> Tokens:
     size = tokens.stat().st_size if tokens.exists() else 0
     if size != count * dtype.itemsize:
         raise DataError(f"{tokens} is damaged: it has {size:,} bytes, and by {MANIFEST} {count:,} tokens of {dtype}")
-    return Tokens(tokens, dtype.name, 0, count)
+    return np.memmap(tokens, dtype, "r")
 
 
-def split(tokens: Tokens, fraction: float, length: int, end_of_text: int) -> tuple[Tokens, Tokens | None]:
+def split(tokens: np.ndarray, fraction: float, length: int, end_of_text: int) -> tuple[np.ndarray, np.ndarray | None]:
     """Return (training tokens, held-out tokens or None): about ``fraction`` of the blocks, at the end, from the next
     document on, else from the one before, if that changes their number by at most half; else exactly as many."""
     blocks = len(tokens) // length
@@ -159,13 +130,13 @@ def split(tokens: Tokens, fraction: float, length: int, end_of_text: int) -> tup
     starts = np.flatnonzero(tokens[low - 1 : high] == end_of_text) + low
     after = starts[starts >= wanted]
     start = int(after[0] if len(after) else starts[-1] if len(starts) else wanted)
-    return tokens.part(0, start), tokens.part(start, len(tokens))
+    return tokens[:start], tokens[start:]
 
 
 class Blocks(Dataset):
     """Samples of ``length`` tokens, in a new order every pass by ``seed``, or in file order. Raises DataError."""
 
-    def __init__(self, tokens: Tokens, length: int, samples: int | None = None, seed: int | None = None):
+    def __init__(self, tokens: np.ndarray, length: int, samples: int | None = None, seed: int | None = None):
         self.tokens, self.length, self.seed = tokens, length, seed
         self.blocks = len(tokens) // length
         if not self.blocks:
@@ -188,5 +159,5 @@ class Blocks(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         start = self.block(index) * self.length
-        ids = torch.from_numpy(self.tokens[start : start + self.length])
+        ids = torch.from_numpy(self.tokens[start : start + self.length].astype(np.int64))
         return {"input_ids": ids, "labels": ids}

@@ -137,7 +137,7 @@ def compare(setting: Setting) -> Iterator[Measurement]:
 def _measure(module: nn.Module, x: Tensor, grad: Tensor, repeats: int) -> list[float]:
     """Return median ms and peak MiB of inference, then of a training step; nan for all if memory does not suffice."""
     leaves = [x, *module.parameters()]
-    figures, timer = [], timing.timer_for(x.device)
+    figures, timer = [], timing.Timer(x.device)
     try:
         for run in (torch.no_grad()(lambda: module(x)), lambda: torch.autograd.grad(module(x), leaves, grad)):
             peak = timing.peak_memory(run, x.device) if x.is_cuda else timing.peak_tensor_bytes(run)  # also the warm-up

@@ -4,38 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
 Pass = Callable[[], object]
 
 
-class HostTimer:
-    """Wall-clock seconds of each pass, for devices whose calls are synchronous."""
+class Timer:
+    """Seconds of each pass: between CUDA events, for which the host waits once, or by the clock where calls wait."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
 
     def window(self, run: Pass, passes: int) -> list[float]:
-        marks = [time.perf_counter()]
-        for _ in range(passes):
-            run()
-            marks.append(time.perf_counter())
-        return [after - before for before, after in zip(marks, marks[1:], strict=False)]
-
-
-class CudaTimer:
-    """Seconds of each pass between CUDA events; the host waits once, at the end of the window."""
-
-    def window(self, run: Pass, passes: int) -> list[float]:
+        if not self.on_gpu:
+            marks = [time.perf_counter()]
+            for _ in range(passes):
+                run()
+                marks.append(time.perf_counter())
+            return [after - before for before, after in pairwise(marks)]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(passes + 1)]
         events[0].record()
         for event in events[1:]:
             run()
             event.record()
         events[-1].synchronize()
-        return [before.elapsed_time(after) / 1e3 for before, after in zip(events, events[1:], strict=False)]
-
-
-def timer_for(device: torch.device) -> HostTimer | CudaTimer:
-    return CudaTimer() if device.type == "cuda" else HostTimer()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
 
 
 def peak_memory(run: Pass, device: torch.device) -> int | None:

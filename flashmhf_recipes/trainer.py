@@ -43,7 +43,7 @@ class RunTrainer(Trainer, TrainerCallback):
             fused_loss.apply(self.model)
         self.data_index = self.layout.data_index(args.process_index)
         if self.model.config.tie_word_embeddings:
-            # Checkpoints hold tied weights once; else the Trainer would warn of them as missing.
+            # Private: checkpoints hold tied weights once, and the Trainer would warn of the others as missing.
             self.model._keys_to_ignore_on_save = list(self.model.all_tied_weights_keys)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
@@ -76,6 +76,7 @@ class RunTrainer(Trainer, TrainerCallback):
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
             checkpoints.save_pretrained(directory, model, self.processing_class, state_dict=state)
 
+    # Private: the Trainer asks the first process alone for the optimizer's state, and whole tensors need all of them.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.layout.sharded:
             return super()._save_optimizer_and_scheduler(output_dir)
@@ -84,6 +85,7 @@ class RunTrainer(Trainer, TrainerCallback):
             torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
+    # Private: the Trainer would load the whole state onto every GPU, and knows no sharded tensors.
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if not self.layout.sharded or checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
@@ -130,6 +132,7 @@ class RunTrainer(Trainer, TrainerCallback):
         if state.global_step < state.max_steps and self.signals.agreed():
             self.stop(control.should_evaluate)
 
+    # Private: callbacks are called after a checkpoint alone, too late for its state and for what failed to be written.
     def _save_checkpoint(self, model, trial) -> None:
         """As the Trainer's, with the progress since the last log, and the mark in the end."""
         total = self.mean_loss_sum()

@@ -47,7 +47,7 @@ class Context:
     timer: object = field(init=False)
 
     def __post_init__(self):
-        self.timer = timing.timer_for(self.device)
+        self.timer = timing.Timer(self.device)
 
     @property
     def l2_bytes(self) -> int:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from flashmhf.testing import capturing
-from flashmhf_recipes.timing import Pass, peak_memory, peak_tensor_bytes, timer_for  # noqa: F401 - what suites use
+from flashmhf_recipes.timing import Pass, Timer, peak_memory, peak_tensor_bytes  # noqa: F401 - what suites use
 
 COLD = 4  # bytes that one pass reads, in units of the L2 cache
 AGREEMENT = 0.01  # relative difference of two warm-up windows below which the clocks count as sustained
