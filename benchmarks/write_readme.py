@@ -27,6 +27,7 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
         "module": several_gpus.module,
         "operator": kernels.sixteen_bits,
         "triton": kernels.triton,
+        "triton layers": layers.triton,
         "fp8": fp8.kernels,
         "generate fp8": fp8.generation,
     },
@@ -39,11 +40,10 @@ BLOCKS: dict[str, dict[str, Callable[[Records], str]]] = {
         "models": models.prefill,
         "7b": models.prefill_7b,
         "contexts": models.contexts,
-        "triton": layers.triton,
     },
     "docs/api.md": {"deterministic": kernels.deterministic},
     "docs/fp8.md": {"networks": fp8.networks},
-    "docs/serving.md": {"generate": models.generation, "generate 7b": models.generation_7b, "vllm": models.vllm},
+    "docs/serving.md": {"generate": models.generation, "vllm": models.vllm},
     "docs/scaling.md": {"7b": several_gpus.large, "memory": several_gpus.memory, "training": several_gpus.training},
 }
 

@@ -7,17 +7,15 @@ from collections.abc import Iterable, Iterator
 from ..harness.markdown import table
 from ..records import Records, by, gpu, span
 from .layers import FASTER, PAPER, Layers
-from .models import generation_rates, generation_ratio, training_cells
+from .models import GENERATION, generation_rates, generation_ratio, training_cells
 
 UNKNOWN = "not measured"
 
 
 def decision(records: Records) -> str:
     """Layers alone, then whole models; what no record has is said to be unmeasured."""
-    layers, rates = Layers(records), [rates for _, rates in generation_rates(records["generate"])]
-    generated = f"whole model at 1.3B, generation ({gpu(records['generate'])})"
-    generation = [generated, _span(map(generation_ratio, rates)), UNKNOWN]
-    lines = [*_layers(layers), *_prefill(records), generation, *_training(records)]
+    layers = Layers(records)
+    lines = [*_layers(layers), *_prefill(records), *_generation(records), *_training(records)]
     header = ["what", FASTER, "memory ÷ SwiGLU's"]
     note = (
         f"*Layers alone: {PAPER.layers} and {PAPER.swiglu_layers} layers, SwiGLU compiled; their memory is the peak of "
@@ -43,6 +41,14 @@ def _prefill(records: Records) -> Iterator[list[str]]:
     names = "flashmhf compiled", "swiglu compiled"
     pairs = [tuple(cell[each] for each in names) for cell in cells if cell.keys() >= set(names)]
     yield ["whole model, prefill", _span(theirs["ms"]["p50"] / ours["ms"]["p50"] for ours, theirs in pairs), UNKNOWN]
+
+
+def _generation(records: Records) -> Iterator[list[str]]:
+    for record in (records[name] for name in GENERATION):
+        found = generation_rates(record)
+        scale = found[0][0][0].upper()
+        name = f"whole model at {scale}, generation ({gpu(record)})"
+        yield [name, _span(generation_ratio(rates) for _, rates in found), UNKNOWN]
 
 
 def _training(records: Records) -> Iterator[list[str]]:

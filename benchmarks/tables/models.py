@@ -12,6 +12,7 @@ from .layers import FASTER
 
 FFNS = ("flashmhf", "swiglu")
 BOTH = set(FFNS)
+GENERATION = "generate", "generate_7b"
 
 
 def training_cells(record: dict) -> dict[tuple[str, bool], dict[tuple, dict[str, dict]]]:
@@ -68,17 +69,14 @@ def training_depth(records: Records) -> str:
     """A line per depth of the 1.3B model in training, against SwiGLU's 24 layers."""
     record, lines = records["train_depth"], []
     found = {(row["subject"], row["checkpointing"]): row for row in record["rows"]}
-    titles = {"SwiGLU, 24": "swiglu", "the same, its networks checkpointed": "swiglu", "FlashMHF, 20": "flashmhf"}
-    titles |= {f"FlashMHF, {each}": f"flashmhf {each} layers" for each in (21, 22)}
-    for title, subject in titles.items():
-        cells = [title]
-        for way, beside in ((None, False), ("networks", True)) if "networks" in title else ((False,) * 2, (True,) * 2):
-            row = found.get((subject, way), {})
-            speed = ratio(row.get("tokens_per_s"), found["swiglu", beside]["tokens_per_s"])
-            memory = ratio(row.get("memory_mib"), 1024)
-            cells += [fixed(row.get("tokens_per_s"), 0), fixed(speed, 2), fixed(memory, 1)]
-        lines.append(cells)
-    header = ["layers", "tokens/s", FASTER, "GiB", "checkpointed, tokens/s", FASTER, "GiB"]
+    titles = {("SwiGLU, 24", False): "swiglu", ("the same, its networks checkpointed", "networks"): "swiglu"}
+    titles |= {("FlashMHF, 20", False): "flashmhf"}
+    titles |= {(f"FlashMHF, {each}", False): f"flashmhf {each} layers" for each in (21, 22)}
+    for (title, way), subject in titles.items():
+        row = found[subject, way]
+        speed = ratio(row["tokens_per_s"], found["swiglu", False]["tokens_per_s"])
+        lines.append([title, fixed(row["tokens_per_s"], 0), fixed(speed, 2), fixed(row["memory_mib"] / 1024, 1)])
+    header = ["layers", "tokens/s", FASTER, "GiB"]
     what = "1.3B, batches of 4 x 4,096 tokens, compiled blocks, AdamW under bf16 autocast"
     return f"{table(header, lines, words=(0,))}\n\n{machine(what, record)}"
 
@@ -113,31 +111,20 @@ def generation_ratio(networks: dict[str, dict[str, float]]) -> float:
     return max(networks["flashmhf"].values()) / max(networks["swiglu"].values())
 
 
-def generation(records: Records, name: str = "generate") -> str:
-    """A line per batch; where the GPU's part was measured, its time too: the rest is what the host adds."""
-    record = records[name]
-    found = generation_rates(record)
-    caches = [cache for cache in ("static", "dynamic") if any(cache in each["swiglu"] for _, each in found)]
-    cells = by(record["rows"], "scale", "batch", "context", "cache")
-    on_gpu = any("gpu_ms" in row for row in record["rows"])
-    lines = []
-    for (scale, batch, context), networks in found:
-        rates = [fixed(networks[ffn].get(cache), 0) for ffn in FFNS for cache in caches]
-        line = [scale.upper(), str(batch), f"{context:,}", *rates, f"{generation_ratio(networks):.2f}"]
-        if on_gpu:
-            ours, theirs = (cells[scale, batch, context, "static"][ffn]["gpu_ms"] for ffn in FFNS)
-            line += [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}"]
-        lines.append(line)
-    header = [f"{name}, {cache} cache" for name in ("FlashMHF", "SwiGLU") for cache in caches]
-    parts = ["GPU's part, FlashMHF, ms", "SwiGLU, ms", f"GPU's part, {FASTER}"] * on_gpu
-    what = (
-        "Tokens per second of transformers' `generate`, prompts included, random weights, bf16; transformers compiles "
-        "the model for a static cache, before the time counts"
-    ) + ". The ratio is of the faster caches" * (len(caches) > 1)
-    return f"{table(['model', 'batch', 'prompt', *header, FASTER, *parts], lines)}\n\n{machine(what, record)}"
-
-
-generation_7b = functools.partial(generation, name="generate_7b")
+def generation(records: Records) -> str:
+    """A line per size and batch with a static cache; where the GPU's part was measured, its ratio too."""
+    found, lines = [records[name] for name in GENERATION], []
+    for record in found:
+        static = [row for row in record["rows"] if row.get("cache") == "static"]
+        for (scale, batch), rows in by_scale(static, "batch"):
+            ours, theirs = (rows[ffn] for ffn in FFNS)
+            rates = [row["tokens_per_s"] for row in (ours, theirs)]
+            on_gpu = fixed(ratio(theirs.get("gpu_ms"), ours.get("gpu_ms")), 2)
+            figures = [*(fixed(rate, 0) for rate in rates), fixed(ratio(*rates), 2), on_gpu]
+            lines.append([scale.upper(), str(batch), *figures])
+    header = ["model", "sequences", "FlashMHF, tokens/s", "SwiGLU, tokens/s", FASTER, "on the GPU alone"]
+    what = "Prompts of 512 tokens, included in the time; random weights, bf16, a static cache"
+    return f"{table(header, lines)}\n\n{machine(what, found[0])}"
 
 
 def vllm(records: Records) -> str:
