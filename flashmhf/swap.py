@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -193,34 +193,50 @@ def replace_ffn(
     for name in names:
         _check_replaceable(name, model.get_submodule(name))
     _check_held_by_modules(model, names)
-    if num_layers is None:
-        found = (getattr(getattr(part, "config", None), "num_hidden_layers", None) for part in model.modules())
-        num_layers = max([len(names), *(count for count in found if isinstance(count, int))])
-    initializer_range = getattr(getattr(model, "config", None), "initializer_range", INITIALIZER_RANGE)
-    drawn = {"initializer_range": initializer_range, "num_layers": positive("num_layers", num_layers)}
-    sizes, device = (num_heads, num_subnets, subnet_dim), kwargs.pop("device", None)
+    sizes, drawn = (num_heads, num_subnets, subnet_dim), _drawing(model, len(names), num_layers)
+    device = kwargs.pop("device", None)
     # without memory: whatever is refused is refused before the model changes
     networks = [_counterpart(model.get_submodule(members[0]), sizes, drawn, kwargs) for members in shared.values()]
-    models = []
-    if "transformers.modeling_utils" in sys.modules:  # else there can be none
-        from .models import record
-
-        models = [each for each in record.models_in(model) if not shared.keys().isdisjoint(map(id, each.modules()))]
-        for each in models:
-            record.recorded(each, changes=True)
+    models = _models_with(model, shared)
     for members, network in zip(shared.values(), networks, strict=True):
         where = device or model.get_submodule(members[0]).gate_proj.weight.device
         if torch.device(where).type != "meta":
             network.to_empty(device=where)  # and draws its weights
         for name in members:
             model.set_submodule(name, network)
-    for each in models:
-        record.record(each)
+    if models:
+        from .models.record import record
+
+        for each in models:
+            record(each)
     for part in (part for each in models or [model] for part in each.modules()):
         for named in (part, getattr(part, "config", None)):  # a part of a model has the model's configuration
             if hasattr(named, "name_or_path"):
                 named.name_or_path = ""
     return names
+
+
+def _drawing(model: nn.Module, networks: int, num_layers: int | None) -> dict[str, Any]:
+    """Return what ``reset_parameters`` of each of the new ``networks`` of ``model`` takes."""
+    if num_layers is None:
+        found = (getattr(getattr(part, "config", None), "num_hidden_layers", None) for part in model.modules())
+        num_layers = max([networks, *(count for count in found if isinstance(count, int))])
+    initializer_range = getattr(getattr(model, "config", None), "initializer_range", INITIALIZER_RANGE)
+    return {"initializer_range": initializer_range, "num_layers": positive("num_layers", num_layers)}
+
+
+def _models_with(model: nn.Module, networks: Container[int]) -> list[nn.Module]:
+    """Return transformers' models within ``model`` that hold one of these networks, by their ids. Raises ValueError if
+    one of them cannot record what takes their place.
+    """
+    if "transformers.modeling_utils" not in sys.modules:
+        return []  # there can be none
+    from .models import record
+
+    models = [each for each in record.models_in(model) if any(id(part) in networks for part in each.modules())]
+    for each in models:
+        record.recorded(each, changes=True)
+    return models
 
 
 def _swiglu_names(model: nn.Module) -> dict[int, list[str]]:
