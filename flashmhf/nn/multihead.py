@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,7 @@ from ..checks import divisor, epsilon, flag, positive
 from ..ops import layer
 from .init import GATED_VARIANCE
 from .network import Network, constant
-from .plain import are_plain, are_traced, computes, define, stays_plain
+from .plain import LINEAR, Kind, is_plain, stays_plain
 
 
 def check_input(x: Tensor, d_model: int) -> None:
@@ -53,7 +52,6 @@ def check_matches(x: Tensor, first: nn.Module | Tensor | None, name: str = "x") 
         raise TypeError(f"{name} has dtype {found}; supported: {supported}, the module's dtype; {advice}")
 
 
-@define
 class HeadRMSNorm(nn.Module):
     """Normalise [..., H, d_h] over d_h (RMS, in fp32) with a weight per head (official setting for 370M and 1.3B)."""
 
@@ -74,7 +72,7 @@ class HeadRMSNorm(nn.Module):
         return reference.normalise_heads(q, self.weight, self.eps)
 
 
-_PARTS = {"in_proj": nn.Linear, "out_proj": nn.Linear, "q_norm": HeadRMSNorm}
+_PARTS = {"in_proj": LINEAR, "out_proj": LINEAR, "q_norm": Kind(HeadRMSNorm)}
 
 
 class Heads(nn.Module):
@@ -130,17 +128,18 @@ class RoutedHeads(Heads):
     METHODS: ClassVar[tuple[str, ...]] = (
         "_heads", "query", "split_heads", "normalise", "_run_networks", "_networks", "join_heads",
     )  # fmt: skip
-    _DEFINED: ClassVar[tuple[object, ...]]
-    _OWN: ClassVar[tuple[str, ...]]  # what an instance may have instead of its class or of a part
+    KINDS: ClassVar[dict[str, Kind]]  # of the class itself, "", and of its parts
     router_eps = constant("router_eps")
     backend: str
     activation: str
 
     @classmethod
     def define(cls) -> None:
-        """Hold the methods of the class, before a program can change them."""
-        cls._DEFINED = _methods(cls)
-        cls._OWN = ("_call_impl", "in_proj", "out_proj", *cls.TENSORS, *cls.METHODS)
+        """Hold the class as it is, before a program can change it."""
+        methods = ("__call__", "_call_impl", "__getattr__", "router_eps", *cls.METHODS)
+        held = (*cls.TENSORS, *_PARTS)
+        own = ("_call_impl", "in_proj", "out_proj", *cls.TENSORS, *cls.METHODS)  # q_norm may be None there
+        cls.KINDS = {"": Kind(cls, methods, held, own)} | _PARTS
 
     def _networks(self) -> tuple[Tensor, ...]:
         """Return the tensors of the heads' networks, [H_kv, E, ...]."""
@@ -190,24 +189,15 @@ class RoutedHeads(Heads):
     @torch_private.constant_in_graphs
     def _is_plain(self) -> bool:
         """Return whether that holds now; a compiled graph holds the answer of when it was made."""
-        kind, own, parts = type(self), self.__dict__, self._modules
-        if (methods := _methods(kind)) != kind._DEFINED and not are_traced(methods, kind._DEFINED):
+        # deleted, or a function, which is no part
+        if "q_norm" not in self._modules and self.__dict__.get("q_norm", "deleted") is not None:
             return False
-        if not own.keys().isdisjoint(kind._OWN):
-            return False  # by a function in place of a method or a part, or by a tensor that is no parameter
-        if "q_norm" not in parts and own.get("q_norm", "deleted") is not None:
-            return False
-        if "_DEFINED" not in kind.__dict__ and computes(kind, (*self.TENSORS, *_PARTS)):
-            return False
-        return are_plain(parts, _PARTS)
+        return is_plain(self, self.KINDS)
 
     def extra_repr(self) -> str:
         shares = ("num_kv_heads",) if self.num_kv_heads != self.num_heads else ()
         names = ("d_model", "num_heads", "num_subnets", "subnet_dim", *shares)
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
-
-
-_methods = operator.attrgetter("__call__", "_call_impl", "__getattr__", "router_eps", *RoutedHeads.METHODS)
 
 
 class MultiHead(Heads, Network):
