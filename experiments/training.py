@@ -74,9 +74,12 @@ class Training:
         self.autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
         if state.exists():
             self._load(device)
-        self.begin = time.monotonic() - self.progress.wall
+        self.saved = time.monotonic()
+        self.begin = self.saved - self.progress.wall
+        self.timed_from: tuple[int, float] | None = None  # a step, and when it began
 
     def save(self) -> None:
+        self.saved = time.monotonic()
         self.progress.wall = time.monotonic() - self.begin
         partial = self.state.with_suffix(".partial")
         parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -124,6 +127,29 @@ class Training:
         found["all"] = [loss for losses in found.values() for loss in losses]
         return {kind: round(sum(losses) / len(losses), 5) for kind, losses in found.items()}
 
+    def evaluate(self) -> None:
+        """Record the losses of a sample, and save the state if it has not been saved for long."""
+        found = self.validate(SAMPLE)
+        self.progress.evaluations.append({"tokens": self.progress.step * self.run.batch_tokens} | found)
+        if time.monotonic() - self.saved > SAVED:
+            self.save()
+
+    def start_clock(self) -> None:
+        self._wait()
+        self.timed_from = self.progress.step, time.monotonic()
+
+    def stop_clock(self) -> None:
+        """Wait for the steps that were taken; the time since the clock was started, if it was, is theirs."""
+        self._wait()
+        if self.timed_from:
+            step, began = self.timed_from
+            self.progress.timed += self.progress.step - step
+            self.progress.seconds += time.monotonic() - began
+
+    def _wait(self) -> None:
+        if self.progress.losses.is_cuda:
+            torch.cuda.synchronize()
+
 
 def train(run: Run, tokens: Tokens, device: str, state: Path, deadline: float, compiled: bool) -> dict[str, object]:
     """Train one network, from ``state`` on if there is one; return its losses and speed. Raises TimeUpError past the
@@ -131,34 +157,25 @@ def train(run: Run, tokens: Tokens, device: str, state: Path, deadline: float, c
     """
     training = Training(run, tokens, device, state, compiled)
     progress = training.progress
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    every = max(1, round(EVALUATED / run.batch_tokens))
-    first, saved, timed_from = progress.step, time.monotonic(), None
+    every, first = max(1, round(EVALUATED / run.batch_tokens)), progress.step
     warm = first + min(5, (run.steps - first) // 2)  # steps from here on are timed
     for _, batch in zip(range(first, run.steps), tokens.batches(run, first), strict=False):
         training.step(batch)
-        done = progress.step
-        ended, evaluated = done == run.steps, done % every == 0 and done < run.steps
-        if not (ended or evaluated or done == warm or done % CHECKED == 0):
+        done, ended = progress.step, progress.step == run.steps
+        evaluated, checked = (done % each == 0 and not ended for each in (every, CHECKED))
+        if not (ended or evaluated or checked or done == warm):
             continue  # the host runs ahead
-        wait()
-        if timed_from:
-            progress.timed += done - timed_from[0]
-            progress.seconds += time.monotonic() - timed_from[1]
+        training.stop_clock()
         if evaluated:
-            progress.evaluations.append({"tokens": done * run.batch_tokens} | training.validate(SAMPLE))
-            if time.monotonic() - saved > SAVED:
-                training.save()
-                saved = time.monotonic()
-        if done % CHECKED == 0 and not ended and time.monotonic() > deadline:
+            training.evaluate()
+        if checked and time.monotonic() > deadline:
             training.save()
             print(f"{run.name}: saved after {done} of {run.steps} steps; {progress.evaluations[-1:]}", flush=True)
             raise TimeUpError
         if done >= warm:
-            wait()
-            timed_from = done, time.monotonic()
+            training.start_clock()
     memory = torch.cuda.max_memory_allocated() - tokens.bytes if device == "cuda" else None
     losses = training.validate()
     speed = round(progress.timed * run.batch_tokens / progress.seconds) if progress.timed else None
