@@ -24,7 +24,7 @@ def planned_anew():
     """Plans made for another GPU than this one, and by other constants, do not stay."""
     yield
     launch.block_shape.cache_clear()
-    launch.plan.cache_clear()
+    launch.plans.cache_clear()
 
 
 @pytest.mark.slow
@@ -176,6 +176,14 @@ def test_split_and_unsplit_sums(capability, multiprocessors, monkeypatch):
     p = make(200, 1, 32, 3, 48, HALF)
     check(p)
     assert back_end.backward(p.grad_out, *p.operands, p.r, Settings(needs=(False, True)))[0].shape == (0,)
+    p = make(20, 1, 32, 3, 16, HALF)
+    for gate, how in ((p.r, {}), (p.w, {"eps": p.eps})):  # autograd lets nobody write to a view that was made inside
+        leaves = [x.detach().requires_grad_() for x in (*p.operands, gate)]
+        forward = torch.ops.flashmhf.gated_forward if how else torch.ops.flashmhf.forward
+        gradients = torch.autograd.grad(forward(*leaves, **how, backend="triton").mul_(2), leaves, p.grad_out)
+        expected = (p.gated_backward if how else p.backward)()[1]
+        for actual, exact in zip(gradients, expected, strict=True):
+            assert relative_l2(actual, 2 * exact) < 1e-2
 
 
 @pytest.mark.gpu
@@ -269,7 +277,7 @@ def plan_and_types(kernel, d_h, dtype):
     of_weights = {name: dtype for name in ("q", "first", "second", "v")}
     is_forward = kernel.startswith("forward")
     case = launch.Case(q, k, r, None if is_forward else q, where, "silu", aot.DEVICE)
-    plan = launch.plan("forward" if is_forward else kernel, case, dtype)
+    plan = launch.plan(case, "forward" if is_forward else kernel, dtype)
     if is_forward:
         types = {**of_weights, "r": torch.float32, "out": dtype if plan.grid[2] == 1 else torch.float32}
     elif kernel == "token_grads":

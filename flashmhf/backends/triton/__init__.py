@@ -66,17 +66,16 @@ def backward(grad_out: Tensor, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Ga
     """Return (dq, dk, du, dv, dr), or dw in place of dr for a router, whose part dq then includes."""
     from . import gate_kernels, launch
 
-    empty = [q.new_empty(0) for _ in range(5)]
     if not any(settings.needs):
-        return tuple(empty)
+        return tuple(q.new_empty(0) for _ in range(5))
     values = gate_kernels.gate(q, r) if isinstance(r, Router) else r
     call = launch.Call(q, k, u, v, values, settings.activation, grad_out)
-    dq, dk, du, dv, of_gate = empty
     if isinstance(r, Router):  # dr feeds dw as well as dq, whose parts are added before the one rounding to q's dtype
         dq, dr = call.token_grads(torch.float32, settings.deterministic)
         dq, of_gate = gate_kernels.gate_backward(dr, q, r, dq, settings.needs)
     elif settings.needs[0]:
         dq, of_gate = call.token_grads(q.dtype, settings.deterministic)
-    if settings.needs[1]:
-        dk, du, dv = call.weight_grads()
-    return dq, dk, du, dv, of_gate
+    else:
+        dq, of_gate = q.new_empty(0), q.new_empty(0)
+    weights = call.weight_grads() if settings.needs[1] else (q.new_empty(0) for _ in range(3))
+    return dq, *weights, of_gate

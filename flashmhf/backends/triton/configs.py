@@ -77,26 +77,21 @@ _ROWS = (
     ("99 KB", 16, (128,), Config(128, 16, 4, 2), Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
     ("99 KB", 16, (192, 256), Config(64, 32, 4, 2), Config(64, 16, 4, 2), Config(32, 16, 4, 3)),
 )
-# Forwards of few tokens, which read the weights as fast as they can, by GPU and whether d_h is above 128
-_FEW = {
-    ("163 KB", False): Config(64, 64, 4, 3, waves=1), ("163 KB", True): Config(64, 32, 4, 3, waves=1),
-    ("99 KB", False): Config(64, 32, 4, 3, waves=1), ("99 KB", True): Config(64, 16, 4, 3, waves=1),
-}  # fmt: skip
-_LIKE = {"99 KB": "163 KB", "tcgen05": "163 KB"}  # takes that GPU's rows where it has none of its own
+_SHAPES = {(gpu, bits, d_h): shapes for gpu, bits, sizes, *shapes in _ROWS for d_h in sizes}
 
 
-def _table() -> dict[tuple[str, int, int], dict[str, Config]]:
-    table: dict[tuple[str, int, int], dict[str, Config]] = {}
-    for gpu, bits, sizes, forward, token_grads, weight_grads in _ROWS:
-        for d_h in sizes:
-            few = _FEW["99 KB" if gpu == "99 KB" else "163 KB", d_h > 128] if bits == 16 else forward
-            table[gpu, bits, d_h] = dict(zip(KERNELS, (forward, few, token_grads, weight_grads), strict=True))
-    for gpu, other in _LIKE.items():
-        for (name, bits, d_h), row in list(table.items()):
-            if name == other:
-                few = {"forward_few": _FEW[gpu, d_h > 128]} if gpu == "99 KB" and bits == 16 else {}
-                table.setdefault((gpu, bits, d_h), row | few)
-    return table
+def _row(gpu: str, bits: int, d_h: int) -> dict[str, Config]:
+    """Return what a GPU takes: the row of "163 KB" where it has none of its own."""
+    forward, *grads = _SHAPES.get((gpu, bits, d_h), _SHAPES["163 KB", bits, d_h])
+    few = forward
+    if bits == 16:  # few tokens: reads the weights as fast as it can
+        few = Config(64, 64 // (2 if gpu == "99 KB" else 1) // (2 if d_h > 128 else 1), 4, 3, waves=1)
+    return dict(zip(KERNELS, (forward, few, *grads), strict=True))
 
 
-TABLE = _table()  # (GPU, bits, d_h) -> kernel -> Config
+TABLE = {  # (GPU, bits, d_h) -> kernel -> Config
+    (gpu, bits, d_h): _row(gpu, bits, d_h)
+    for gpu in ("wgmma", "tcgen05", "163 KB", "99 KB")
+    for other, bits, d_h in _SHAPES
+    if other == "163 KB"
+}

@@ -128,6 +128,6 @@ def forward(
     with launch.launching(q.device):
         operands = map(launch.facts, (q, k8, u8, v8, scales, r))
         planned = plan(*operands, config or block_shape(q.shape[-1], k8.shape[2]), q.device)
-        out = launch.sums(planned, q, q.dtype)
+        memory, out = launch.sums(planned, q, q.dtype)
         planned.start(q, k8, u8, v8, scales, r, *out)
-        return launch.totals(out, q.dtype)[0]
+        return launch.totals(memory, out, q.dtype)[0]

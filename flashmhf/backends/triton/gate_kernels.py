@@ -164,7 +164,7 @@ def _plans(q: launch.Facts, w: launch.Facts, eps: float, device: torch.device) -
 def gate(q: Tensor, router: Router) -> Tensor:
     """Return R [..., H, E] in fp32."""
     with launch.launching(q.device):
-        r = torch.empty((*q.shape[:-1], router.w.shape[2]), dtype=torch.float32, device=q.device)
+        r = q.new_empty((*q.shape[:-1], router.w.shape[2]), dtype=torch.float32)
         plan, _, _ = _plans(launch.facts(q), launch.facts(router.w), router.eps, q.device)
         plan.start(q, router.w, r)
         return r
@@ -178,10 +178,10 @@ def gate_backward(
     w = router.w
     with launch.launching(q.device):
         _, of_tokens, of_weights = _plans(launch.facts(q), launch.facts(w), router.eps, q.device)
-        dq, dp = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(dr)
+        dq, dp = launch.empty(q, q.dtype), torch.empty_like(dr)
         of_tokens.start(dr, q, w, dq_mixed, dq, dp)
         if not needs[1]:
             return dq, q.new_empty(0)
-        parts = torch.empty((1, of_weights.grid[2], *w.shape), dtype=torch.float32, device=q.device)
+        parts = w.new_empty((1, of_weights.grid[2], *w.shape), dtype=torch.float32)
         of_weights.start(dp, q, parts)
         return dq if needs[0] else q.new_empty(0), launch.add_shares(parts, w.dtype)[0]

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -265,7 +265,12 @@ class Case(NamedTuple):
 
 
 @functools.lru_cache(PLANS)
-def plan(kernel: str, case: Case, out: torch.dtype) -> Plan:
+def plans(case: Case) -> Callable[[str, torch.dtype], Plan]:
+    """Return :func:`plan` of a case, which remembers: a case's many numbers are compared once for several kernels."""
+    return functools.cache(functools.partial(plan, case))
+
+
+def plan(case: Case, kernel: str, out: torch.dtype) -> Plan:
     """Return a launch of one of the three kernels, whose results have the dtype ``out``."""
     q, k, r, g, where, activation, device, config = case
     tokens, heads, (kv_heads, subnets, subnet_dim, head_dim) = token_count(q), q.shape[-2], k.shape
@@ -307,25 +312,33 @@ def _add_shares_plan(count: int, splits: int, size: int, out: torch.dtype, devic
     return Plan(kernels.add_shares_kernel, device, grid, config, size=size, shares=splits, AT_ONCE=at_once, BLOCK=block)
 
 
-def add_shares(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return parts [n, splits, ...] added over the splits in order, [n, ...]."""
+def add_shares(parts: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+    """Return parts [n, splits, ...] added over the splits in order, n tensors; a single one is no view, which autograd
+    would not let anybody write to in place."""
     count, splits, *shape = parts.shape
-    out = torch.empty((count, *shape), dtype=dtype, device=parts.device)
+    out = parts.new_empty(shape if count == 1 else (count, *shape), dtype=dtype)
     _add_shares_plan(count, splits, math.prod(shape), dtype, parts.device).start(parts, out)
-    return out
+    return (out,) if count == 1 else out.unbind()
 
 
-def sums(planned: Plan, like: Tensor, dtype: torch.dtype, count: int = 1) -> Sequence[Tensor]:
-    """Return memory for a launch's ``count`` results, contiguous, or [count, splits, ...] for the shares of them."""
+def empty(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return memory of the shape of ``like``, contiguous: torch.empty looks three times as long at its arguments."""
+    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def sums(planned: Plan, like: Tensor, dtype: torch.dtype, count: int = 1) -> tuple[Tensor | None, Sequence[Tensor]]:
+    """Return memory of the shares of a launch's results [count, splits, ...], None where it is not split, and what the
+    launch writes to."""
     splits = planned.grid[2]
-    if splits > 1:
-        return torch.empty((count, splits, *like.shape), dtype=torch.float32, device=like.device)
-    return [torch.empty(like.shape, dtype=dtype, device=like.device) for _ in range(count)]
+    if splits == 1:
+        return None, [empty(like, dtype) for _ in range(count)]
+    memory = like.new_empty((count, splits, *like.shape), dtype=torch.float32)
+    return memory, memory.unbind()
 
 
-def totals(parts: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+def totals(memory: Tensor | None, parts: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
     """Return the results for which :func:`sums` made memory."""
-    return add_shares(parts, dtype) if isinstance(parts, Tensor) else parts
+    return parts if memory is None else add_shares(memory, dtype)
 
 
 class Call:
@@ -338,33 +351,35 @@ class Call:
         self.q, self.weights, self.r, self.grad_out = q, (k, u, v), r, grad_out
         where = place(k, u, v)
         self.case = Case(facts(q), facts(k), facts(r), facts(grad_out), where, activation, q.device, config)
+        self.plan = plans(self.case)
 
     def forward(self) -> Tensor:
         """Return S."""
         with launching(self.q.device):
-            planned = plan("forward", self.case, self.q.dtype)
-            out = sums(planned, self.q, self.q.dtype)
+            planned = self.plan("forward", self.q.dtype)
+            memory, out = sums(planned, self.q, self.q.dtype)
             planned.start(self.q, *_pair(planned, *self.weights, 1), self.r, *out)
-            return totals(out, self.q.dtype)[0]
+            return totals(memory, out, self.q.dtype)[0]
 
     def token_grads(self, dtype: torch.dtype, deterministic: bool = False) -> tuple[Tensor, Tensor]:
         """Return dq in ``dtype`` and dr, which is empty if r is None."""
-        q, r, case = self.q, self.r, self.case
-        if deterministic and case.where.swapped:
-            case = case._replace(where=Place(case.where.aligned))  # a swapped pair gives dq's sum another order
+        q, r, where, plan = self.q, self.r, self.case.where, self.plan
+        if deterministic and where.swapped:  # a swapped pair gives dq's sum another order
+            plan = plans(self.case._replace(where=Place(where.aligned)))
         with launching(q.device):
-            planned = plan("token_grads", case, dtype)
-            dr = None if r is None else torch.empty(r.shape, dtype=r.dtype, device=r.device)
-            dq = sums(planned, q, dtype)
+            planned = plan("token_grads", dtype)
+            dr = None if r is None else empty(r, r.dtype)
+            memory, dq = sums(planned, q, dtype)
             planned.start(self.grad_out, q, *_pair(planned, *self.weights, 2), r, *dq, dr)
-            return totals(dq, dtype)[0], q.new_empty(0) if dr is None else dr
+            return totals(memory, dq, dtype)[0], q.new_empty(0) if dr is None else dr
 
     def weight_grads(self) -> Sequence[Tensor]:
         """Return dk, du, dv in k's dtype."""
         k, *_ = self.weights
         with launching(k.device):
-            planned = plan("weight_grads", self.case, k.dtype)
-            dk, du, dv = parts = sums(planned, k, k.dtype, count=3)
+            planned = self.plan("weight_grads", k.dtype)
+            memory, parts = sums(planned, k, k.dtype, count=3)
+            dk, du, dv = parts
             pair = (du, dk) if planned.arguments["SWAPPED"] else (dk, du)
             planned.start(self.grad_out, self.q, *_pair(planned, *self.weights, 2), self.r, *pair, dv)
-            return totals(parts, k.dtype)
+            return totals(memory, parts, k.dtype)
