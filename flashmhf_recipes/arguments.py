@@ -74,8 +74,8 @@ def check_value(named: str, value: object, kind: Any, supported: tuple[str, Call
     """Raise OptionError for a value that is not of the type, not what is ``supported``, or that JSON cannot hold."""
     if value is None and fits(None, kind):  # as of a preset
         return
-    shown = ", ".join(typing.get_args(kind)) if typing.get_origin(kind) is typing.Literal else None
-    shown = shown or getattr(typing.get_origin(kind) or kind, "__name__", str(kind))
+    literal = typing.get_origin(kind) is typing.Literal
+    shown = ", ".join(typing.get_args(kind)) if literal else getattr(kind, "__name__", str(kind))
     text, holds = supported or (shown, lambda _: True)
     try:
         inside = fits(value, kind) and holds(value) and bool(json.dumps(value))

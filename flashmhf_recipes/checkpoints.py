@@ -158,8 +158,14 @@ def _set_aside(checkpoint: Path, kind: str, reason: str) -> None:
     """Rename ``checkpoint`` to ``kind``-checkpoint-N, with a number where the name is taken, and warn."""
     names = (f"{kind}-{checkpoint.name}{number}" for number in ("", *(f"-{i}" for i in range(2, 1000))))
     target = next(path for path in map(checkpoint.with_name, names) if not path.exists())
-    checkpoint.rename(target)
-    logger.warning("%s %s; it is now %s", checkpoint, reason, target.name)
+    try:
+        checkpoint.rename(target)
+        now = f"it is now {target.name}"
+    except OSError as error:  # the mark is what counts
+        with suppress(OSError):
+            (checkpoint / MARK).unlink(missing_ok=True)
+        now = f"it is passed over where it is ({error.strerror})"
+    logger.warning("%s %s; %s", checkpoint, reason, now)
 
 
 def set_aside_unusable(output: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -15,14 +17,18 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from .checkpoints import sync
+from .checkpoints import sync, whole
 from .documents import LeftOut, find_files, read
-from .errors import DataError
+from .errors import DataError, refuse
+from .options import Options
+from .tokenizer import load as load_tokenizer
 from .tokenizer import token_numbers
+from .tokenizer import train as train_tokenizer
 
 # characters tokenised as one text, and such texts at once: bounds memory for documents of any size
 PIECE, GROUP = 1 << 16, 256
-TOKENS, MANIFEST = "tokens.bin", "manifest.json"
+TOKENIZER, DATA = "tokenizer", "data"  # in the directory of a run
+TOKENS, MANIFEST = "tokens.bin", "manifest.json"  # in its data
 
 
 @dataclass
@@ -100,6 +106,51 @@ def store(directory: Path, documents: Documents, tokenizer, max_tokens: int, bar
     manifest = {"tokens": count, "dtype": dtype.name, "report": f"{documents}; using {used}"}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
     return manifest["report"]
+
+
+def prepare(options: Options, bar: bool) -> None:
+    """Make the run's tokens, and the tokenizer if it has none: trained, loaded or another run's."""
+    output = Path(options.output)
+    if options.tokens is not None:
+        return _take_tokens(Path(options.tokens), output)
+    # --data may hold the run's directory: what a killed process has left is gone by now
+    with whole(output / DATA) as partial:
+        cache = partial / "documents"
+        documents = local(options.data, options.text_field, options.seed, cache, bar)
+        if not (output / TOKENIZER).exists():
+            given = options.tokenizer
+            made = load_tokenizer(given) if given else train_tokenizer(documents, options.vocab_size, bar)
+            save_tokenizer(made, output)
+        trained = options.steps * options.batch * options.length
+        wanted = math.ceil(trained / (1 - options.eval_fraction)) + options.length
+        report = store(partial, documents, load_tokenizer(str(output / TOKENIZER)), wanted, bar)
+        shutil.rmtree(cache, ignore_errors=True)
+    if bar:
+        tqdm.write(report)
+
+
+def _take_tokens(source: Path, output: Path) -> None:
+    """Link or copy the tokens and the tokenizer of the run ``source``, which ``output`` then needs no more."""
+    if not (source / DATA / MANIFEST).exists():
+        raise DataError(f"{source} holds no tokens: there is no {DATA}/{MANIFEST}")
+    tokenizer = load_tokenizer(str(source / TOKENIZER))
+    load(source / DATA)  # refuses what is damaged
+    save_tokenizer(tokenizer, output)
+    other = load_tokenizer(str(output / TOKENIZER)).get_vocab() != tokenizer.get_vocab()
+    refuse(other, "tokens has tokens of another tokenizer than the model of init_from")
+    with whole(output / DATA) as partial:
+        for name in (TOKENS, MANIFEST):
+            try:
+                os.link(source / DATA / name, partial / name)  # tokens are never written in place
+            except OSError:  # on another file system
+                shutil.copyfile(source / DATA / name, partial / name)
+
+
+def save_tokenizer(tokenizer, output: Path) -> None:
+    """Write the run's tokenizer if it has none: a process that was killed may have written it."""
+    if not (output / TOKENIZER).exists():
+        with whole(output / TOKENIZER) as partial:
+            tokenizer.save_pretrained(partial)
 
 
 def load(directory: Path) -> np.ndarray:

@@ -73,11 +73,18 @@ def _check_names(option: str, given: Iterable[str], owner: type, own: Mapping[st
             raise OptionError(f"{option} cannot set {name}; " + (f"use {own[name]}" if name in own else hint))
 
 
-def _check_arguments(options: Options) -> None:
-    """Raise OptionError for settings of TrainingArguments that the run decides, or cannot have."""
+def _check_launch() -> None:
+    """Raise OptionError for processes that something else than torchrun has started, or not to the end."""
     for name in os.environ:
         launched = name.startswith(("ACCELERATE_USE_", "ACCELERATE_MIXED_", "ACCELERATE_DYNAMO_"))
         refuse(launched, f"{name} is set, as by `accelerate launch`; start by torchrun, and give options instead")
+    ranks = {name: os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
+    partly = "LOCAL_RANK" in os.environ and not all(rank.isdecimal() for rank in ranks.values())
+    refuse(partly, f"the environment has {ranks}; supported: integers in all, as of torchrun, or no LOCAL_RANK")
+
+
+def _check_arguments(options: Options) -> None:
+    """Raise OptionError for settings of TrainingArguments that the run decides, or cannot have."""
     given, sets = options.arguments, "arguments cannot set"
     _check_names("arguments", given, TrainingArguments, DECIDED)
     sharded = max(options.tp or 1, options.dp_shard or 1) > 1
@@ -105,6 +112,7 @@ class RunArguments(TrainingArguments):
 
 def training_arguments(options: Options) -> TrainingArguments:
     """Return transformers' arguments. Raises OptionError for what it refuses, and reports without package."""
+    _check_launch()
     _check_arguments(options)
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     report = ["tensorboard"] if importlib.util.find_spec("tensorboard") else []

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from flashmhf.nn import Muon, param_groups
@@ -30,10 +30,7 @@ class RunTrainer(Trainer, TrainerCallback):
     """The Trainer, and the first callback of its own loop, with the resolved ``options`` of the run, the ``checkpoint``
     that it continues from, or None, and ``signals``, which end it after a step with a checkpoint."""
 
-    def __init__(
-        self, *, options: Options, checkpoint: Path | None, signals: StopSignals, args: TrainingArguments, callbacks,
-        **kwargs,
-    ):  # fmt: skip
+    def __init__(self, options: Options, checkpoint: Path | None, signals: StopSignals, *, args, callbacks, **kwargs):
         self.options, self.checkpoint, self.signals = options, checkpoint, signals
         self.layout = options.layout(args.world_size)
         self.stopped = self.evaluation_due = False

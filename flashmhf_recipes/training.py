@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import math
 import os
 import shutil
 import socket
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
 
 from flashmhf.models import loading
@@ -25,6 +23,7 @@ from flashmhf.models.record import is_fp8
 
 from . import checkpoints, data, fused_loss, metrics, pretrained
 from .arguments import one_path
+from .data import DATA, TOKENIZER
 from .documents import find_files
 from .errors import DataError, TrainingError, refuse
 from .options import Options
@@ -32,10 +31,9 @@ from .settings import empty_model, schedule, training_arguments
 from .stopping import Stopped, StopSignals
 from .tokenizer import load as load_tokenizer
 from .tokenizer import token_numbers
-from .tokenizer import train as train_tokenizer
 from .trainer import RunTrainer
 
-RUN, LOCK, TOKENIZER, DATA, INIT = "run.json", "flashmhf.lock", "tokenizer", "data", "init"
+RUN, LOCK, INIT = "run.json", "flashmhf.lock", "init"
 SHORTEST_WARMUP = 100  # steps, at the paper's learning rates
 
 logger = logging.getLogger(__name__)
@@ -229,14 +227,14 @@ def _train(
         if options.init_from and not (output / INIT).exists():
             # A run killed before its first checkpoint needs the model again.
             trained = trained or _load_trained(options)
-            _save_tokenizer(trained[1], output)
+            data.save_tokenizer(trained[1], output)
             with checkpoints.whole(output / INIT) as partial, checkpoints.writing(partial):
                 checkpoints.save_pretrained(partial, *trained)
         if not (output / DATA / data.MANIFEST).exists():
             if checkpoint:
                 what = f"{output / DATA} has no {data.MANIFEST}"
                 raise DataError(f"{what}: {checkpoint.name} cannot go on with its batches")
-            prepare(options, bar)
+            data.prepare(options, bar)
     tokenizer, tokens = load_tokenizer(str(output / TOKENIZER)), data.load(output / DATA)
     set_seed(options.seed)
     model = trained[0] if trained else _first_model(options, tokenizer)
@@ -246,7 +244,7 @@ def _train(
     recorder = metrics.MetricsCallback(output, options.batch * options.length, flops, peak)
     arguments.disable_tqdm |= not bar
     trainer = RunTrainer(
-        options=options, checkpoint=checkpoint, signals=signals, model=model, args=arguments,
+        options, checkpoint, signals, model=model, args=arguments,
         train_dataset=data.Blocks(train_tokens, options.length, options.steps * options.batch, options.seed),
         eval_dataset=None if eval_tokens is None else data.Blocks(eval_tokens, options.length),
         processing_class=tokenizer, callbacks=[recorder, *callbacks],
@@ -271,48 +269,3 @@ def _first_model(options: Options, tokenizer) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config)
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model
-
-
-def prepare(options: Options, bar: bool) -> None:
-    """Make the run's tokens, and the tokenizer if it has none: trained, loaded or another run's."""
-    output = Path(options.output)
-    if options.tokens is not None:
-        return _take_tokens(Path(options.tokens), output)
-    # --data may hold the run's directory: what a killed process has left is gone by now
-    with checkpoints.whole(output / DATA) as partial:
-        cache = partial / "documents"
-        documents = data.local(options.data, options.text_field, options.seed, cache, bar)
-        if not (output / TOKENIZER).exists():
-            given = options.tokenizer
-            made = load_tokenizer(given) if given else train_tokenizer(documents, options.vocab_size, bar)
-            _save_tokenizer(made, output)
-        trained = options.steps * options.batch * options.length
-        wanted = math.ceil(trained / (1 - options.eval_fraction)) + options.length
-        report = data.store(partial, documents, load_tokenizer(str(output / TOKENIZER)), wanted, bar)
-        shutil.rmtree(cache, ignore_errors=True)
-    if bar:
-        tqdm.write(report)
-
-
-def _take_tokens(source: Path, output: Path) -> None:
-    """Link or copy the tokens and the tokenizer of the run ``source``, which ``output`` then needs no more."""
-    if not (source / DATA / data.MANIFEST).exists():
-        raise DataError(f"{source} holds no tokens: there is no {DATA}/{data.MANIFEST}")
-    tokenizer = load_tokenizer(str(source / TOKENIZER))
-    data.load(source / DATA)  # refuses what is damaged
-    _save_tokenizer(tokenizer, output)
-    other = load_tokenizer(str(output / TOKENIZER)).get_vocab() != tokenizer.get_vocab()
-    refuse(other, "tokens has tokens of another tokenizer than the model of init_from")
-    with checkpoints.whole(output / DATA) as partial:
-        for name in (data.TOKENS, data.MANIFEST):
-            try:
-                os.link(source / DATA / name, partial / name)  # tokens are never written in place
-            except OSError:  # on another file system
-                shutil.copyfile(source / DATA / name, partial / name)
-
-
-def _save_tokenizer(tokenizer, output: Path) -> None:
-    """Write the run's tokenizer if it has none: a process that was killed may have written it."""
-    if not (output / TOKENIZER).exists():
-        with checkpoints.whole(output / TOKENIZER) as partial:
-            tokenizer.save_pretrained(partial)

@@ -41,9 +41,9 @@ def store_tokens(text: Path, folder: Path) -> Path:
     """Lay a text's tokens in ``folder`` as a run does, without datasets, which may be missing on a GPU's machine."""
     texts = data.Documents([{"text": text.read_text(encoding="utf-8")}], "a text", documents.LeftOut())
     made = tokenizer.train(texts, 300)
-    made.save_pretrained(folder / training.TOKENIZER)
-    (folder / training.DATA).mkdir()
-    data.store(folder / training.DATA, texts, made, 10_000)
+    made.save_pretrained(folder / data.TOKENIZER)
+    (folder / data.DATA).mkdir()
+    data.store(folder / data.DATA, texts, made, 10_000)
     return folder
 
 

@@ -68,6 +68,18 @@ def test_what_cannot_be_removed_stays(text, tmp_path, monkeypatch):
     assert [path.name for path in checkpoints.numbered_checkpoints(run)] == [f"checkpoint-{i}" for i in (1, 2, 3, 4)]
 
 
+def test_a_damaged_checkpoint_that_cannot_be_renamed_is_passed_over(tmp_path, monkeypatch, caplog):
+    for step in (1, 2, 3):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "x.json").write_text("{}" if step == 1 else "{", "utf-8")
+        if step < 3:
+            checkpoints.mark_complete(tmp_path / f"checkpoint-{step}")
+    monkeypatch.setattr(Path, "rename", failing(errno.EPERM))
+    checkpoints.set_aside_unusable(tmp_path)
+    assert [path.name for path in checkpoints.complete_checkpoints(tmp_path)] == ["checkpoint-1"]
+    assert caplog.text.count("it is passed over where it is (Operation not permitted)") == 2
+
+
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EIO])
 def test_file_systems_without_fsync_or_permissions(number, text, tmp_path, monkeypatch):
     """But a failed write of a checkpoint is an error, with the file's name."""
@@ -133,6 +145,15 @@ def test_a_rank_without_a_launcher_is_one_process(rank, text, tmp_path, monkeypa
     monkeypatch.setenv("RANK", rank)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert (start(tmp_path / "run", text, **SHORT).output / "config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "RANK", "WORLD_SIZE"])
+def test_a_launch_that_is_not_whole_is_refused_by_name(name, text, tmp_path, monkeypatch):
+    for variable in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(variable, "" if variable == name else "0")
+    with pytest.raises(OptionError, match=f"the environment has .*'{name}': ''.*; supported: integers in all"):
+        start(tmp_path / "run", text, **SHORT)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_model_without_a_maximum_length(text, tmp_path, capsys):
