@@ -77,7 +77,7 @@ def values(call: Call) -> Result:
 
     The hopper back end checks its operands in C++ and is asked first: Python explains what it refuses.
     """
-    q, networks, r, backend, settings, _ = call
+    q, networks, r, backend, settings, grad_out = call
     is_fp8 = len(networks) == 4
     if backend == REFERENCE and not is_fp8:
         check(call)
@@ -88,6 +88,9 @@ def values(call: Call) -> Result:
         checked = back_end is backends.hopper and not (isinstance(r, Router) and not 0 <= r.eps < math.inf)
         if not checked:
             check(call)
+        # that of imag of a conjugate, or of its gradient; Triton's kernels read memory as it is
+        if q.is_neg() or (isinstance(r, Tensor) and r.is_neg()) or (grad_out is not None and grad_out.is_neg()):
+            call = _without_negative_bits(call)
         if q.numel():
             return _run(back_end, call)
     except Exception:
@@ -96,6 +99,12 @@ def values(call: Call) -> Result:
     check(call)
     results = shapes(call)  # the definition takes empty tensors as they are, and keeps them differentiable
     return results.zero_() if isinstance(results, Tensor) else tuple(x.zero_() for x in results)
+
+
+def _without_negative_bits(call: Call) -> Call:
+    """Return a call with copies of tensors that hold their values negated; contiguous weights never do."""
+    resolved = (x.resolve_neg() if isinstance(x, Tensor) else x for x in (call.q, call.r, call.grad_out))
+    return call._replace(**dict(zip(("q", "r", "grad_out"), resolved, strict=True)))
 
 
 def _run(back_end: Any, call: Call) -> Result:

@@ -10,6 +10,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import flashmhf
 from flashmhf import reference
+from flashmhf.backends import eager
+from flashmhf.ops import gated_flash_mhf
 from flashmhf.testing import problem
 
 ops = torch.ops.flashmhf
@@ -151,3 +153,27 @@ def test_checkpointing(policy):
         checkpoint(module, x, use_reentrant=False, **how).sum().backward()
     close(x.grad, expected)
     assert len(calls.of(ops.gated_forward)) == (1 if policy == "save operator" else 2)
+
+
+@pytest.mark.parametrize("name", ["forward", "gated_forward"])
+def test_back_ends_get_no_negative_bits(monkeypatch, name):
+    """imag of a conjugate has one, and so has a gradient on its way through both: Triton reads memory as it is."""
+    got = []
+    for direction in ("forward", "backward"):
+        run = getattr(eager, direction)
+        watched = functools.partial(lambda run, *given: got.extend(given) or run(*given), run)
+        monkeypatch.setattr(eager, direction, watched)
+    p = float64_problem()
+    q = torch.complex(p.q, -p.q).conj().imag
+    assert q.is_neg()
+    _, *others = leaves(name, p)
+    results = {}
+    for backend in ("eager", "reference"):
+        x = q.detach().requires_grad_()
+        function = gated_flash_mhf if name == "gated_forward" else flashmhf.flash_mhf
+        out = function(x, *others, backend=backend)
+        torch.complex(out, out).conj().imag.square().sum().backward()
+        results[backend] = out, x.grad
+    tensors = [x for x in got if isinstance(x, torch.Tensor)]
+    assert len(tensors) > 8 and not any(x.is_neg() for x in tensors)
+    close(*results.values())
