@@ -125,7 +125,7 @@ def test_compiles_to_e4m3_products(capability, head_dim, monkeypatch):
     aot.gpu(monkeypatch, capability)
     q, r = aot.facts(4096, 16, head_dim, dtype=torch.bfloat16), aot.facts(4096, 16, 22, dtype=torch.float32)
     k8, scales = aot.facts(16, 22, 384, head_dim, dtype=torch.float8_e4m3fn), aot.facts(3, 16, 22, dtype=torch.float32)
-    plan = fp8.plan(q, k8, k8, k8, scales, r, fp8.block_shape(head_dim, 384), aot.DEVICE)
+    plan = fp8.plan((q, k8, k8, k8, scales, r), None, aot.DEVICE)
     types = {"q": torch.bfloat16, "out": torch.bfloat16, "scales": torch.float32, "r": torch.float32}
     compiled = aot.compile_plan(plan, types | dict.fromkeys(("k8", "u8", "v8"), torch.float8_e4m3fn), capability)
     instruction = "wgmma.mma_async" if capability == 90 else "mma.sync"

@@ -23,7 +23,6 @@ SPILLED = 128  # bytes of a thread that may be spilled
 def planned_anew():
     """Plans made for another GPU than this one, and by other constants, do not stay."""
     yield
-    launch.block_shape.cache_clear()
     launch.plans.cache_clear()
 
 

@@ -105,12 +105,10 @@ def block_shape(head_dim: int, subnet_dim: int) -> Config:
 
 
 @functools.lru_cache(launch.PLANS)
-def plan(
-    q: launch.Facts, k8: launch.Facts, u8: launch.Facts, v8: launch.Facts, scales: launch.Facts,
-    r: launch.Facts | None, config: Config, device: torch.device,
-) -> launch.Plan:  # fmt: skip
-    heads, (kv_heads, subnets, subnet_dim, head_dim) = q.shape[-2], k8.shape
-    tokens = token_count(q)
+def plan(operands: tuple[launch.Facts | None, ...], config: Config | None, device: torch.device) -> launch.Plan:
+    q, k8, *_, r = operands
+    tokens, heads, (kv_heads, subnets, subnet_dim, head_dim) = token_count(q), q.shape[-2], k8.shape
+    config = config or block_shape(head_dim, subnet_dim)
     blocks = triton.cdiv(tokens, config.tokens)
     splits = launch.shares(blocks * heads, device, config, most=subnets)
     return launch.Plan(
@@ -126,8 +124,7 @@ def forward(
 ) -> Tensor:
     """S [..., H, d_h] in q's dtype, contiguous, for operands of :func:`flashmhf.quantize.pack_fp8`, r [..., H, E]."""
     with launch.launching(q.device):
-        operands = map(launch.facts, (q, k8, u8, v8, scales, r))
-        planned = plan(*operands, config or block_shape(q.shape[-1], k8.shape[2]), q.device)
+        planned = plan(tuple(map(launch.facts, (q, k8, u8, v8, scales, r))), config, q.device)
         memory, out = launch.sums(planned, q, q.dtype)
         planned.start(q, k8, u8, v8, scales, r, *out)
         return launch.totals(memory, out, q.dtype)[0]

@@ -181,14 +181,11 @@ def _token_box(x: Facts, block: list[int]) -> Box | None:
     _, _, inner, head, column = x_rows.strides
     columns = (heads - 1) * head + width
     is_map = x.aligned and x_rows.layout == "rows" and column == 1 and head >= 0 and block[1] == width
-    if not is_map or columns >= TMA_SIZE_LIMIT or not _tma_stride(inner, x.dtype):
+    if not is_map or columns >= TMA_SIZE_LIMIT:
         return None
-    return Box([token_count(x), columns], [inner, 1], block)
-
-
-def _tma_stride(stride: int, dtype: torch.dtype) -> bool:
-    size = stride * dtype.itemsize
-    return size % ALIGNMENT == 0 and 0 < size < TMA_STRIDE_LIMIT
+    stride = inner * x.dtype.itemsize
+    is_stride = stride % ALIGNMENT == 0 and 0 < stride < TMA_STRIDE_LIMIT
+    return Box([token_count(x), columns], [inner, 1], block) if is_stride else None
 
 
 def has_tma(device: torch.device) -> bool:
@@ -235,7 +232,6 @@ def in_shares(tokens: int, programs: int, device: torch.device, config: Config, 
     return share, triton.cdiv(tokens, share)
 
 
-@functools.lru_cache(PLANS)
 def block_shape(kernel: str, q: Facts, k: Facts, device: torch.device, config: Config | None) -> Config:
     """Return the table's, or the given one, no larger than the problem."""
     if config is None:
@@ -243,12 +239,6 @@ def block_shape(kernel: str, q: Facts, k: Facts, device: torch.device, config: C
     inter = min(config.inter, triton.next_power_of_2(k.shape[2]))
     tokens = config.tokens if config.paired else min(config.tokens, max(16, triton.next_power_of_2(token_count(q))))
     return dataclasses.replace(config, inter=inter, tokens=tokens)
-
-
-def width(head_dim: int, config: Config) -> int:
-    """Return the columns of a tile's first part: with separate products the largest power of two, a second part has the
-    rest; in pairs, whose box of a tensor map is one, all."""
-    return triton.next_power_of_2(head_dim) if config.paired else 1 << (head_dim.bit_length() - 1)
 
 
 class Case(NamedTuple):
@@ -278,7 +268,9 @@ def plan(case: Case, kernel: str, out: torch.dtype) -> Plan:
     config = block_shape(kernel + few, q, k, device, config)
     blocks, tiles = triton.cdiv(tokens, config.tokens), triton.cdiv(subnet_dim, config.inter)
     own = {"BEHIND": config.behind} if kernel == "forward" else addressing(g=g)
-    maps, columns, boxes = config.paired and where.maps, width(head_dim, config), {}
+    maps, boxes = config.paired and where.maps, {}
+    # of a tile's first part: all in pairs, whose box of a tensor map is one, else a power of two, and a second part
+    columns = triton.next_power_of_2(head_dim) if config.paired else 1 << (head_dim.bit_length() - 1)
     if kernel == "weight_grads":
         programs = subnets * tiles, kv_heads
         share, splits = in_shares(tokens, math.prod(programs), device, config, most=max(1, tokens // MIN_SHARE))
@@ -342,7 +334,7 @@ def totals(memory: Tensor | None, parts: Sequence[Tensor], dtype: torch.dtype) -
 
 
 class Call:
-    """The operands of one call, and its three launches. ``config``: another block shape than the table's, to time."""
+    """Launches the kernels of one call. ``config``: another block shape than the table's, to be timed."""
 
     def __init__(
         self, q: Tensor, k: Tensor, u: Tensor, v: Tensor, r: Tensor | None, activation: str = "silu",
