@@ -16,9 +16,11 @@ from ..reference import ACTIVATIONS
 FFN_TYPES = ("swiglu", "mh_ffn", "flashmhf")
 _FORMER_TYPES = ("pkv", "dense_moe")  # the paper's other networks, which are modules alone
 _LACKING = {
-    "swiglu": ("ffn_num_heads", "ffn_num_subnets", "ffn_num_kv_heads", "ffn_q_norm", "ffn_skip_linear"),
-    "mh_ffn": ("ffn_num_subnets",),
-}
+    "swiglu": (
+        "ffn_num_heads", "ffn_num_subnets", "ffn_num_kv_heads", "ffn_q_norm", "ffn_skip_linear", "ffn_recompute_q",
+    ),
+    "mh_ffn": ("ffn_num_subnets", "ffn_recompute_q"),
+}  # fmt: skip
 _ATTENTION_PLAN = {name: style for name, style in LlamaConfig.base_model_tp_plan.items() if ".mlp." not in name}
 # A saved model names this module, so that AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True) finds
 # the classes where flashmhf is installed but not imported. The module holds no code of the model.
@@ -58,7 +60,8 @@ class FlashMHFConfig(LlamaConfig):
         ffn_num_heads: H, a divisor of hidden_size; None as in :func:`flashmhf.replace_ffn`.
         ffn_num_subnets: E of "flashmhf", a divisor of intermediate_size; None for d_e near 8/3 d_h, a multiple of 64 or
             else of 16 if there is one.
-        ffn_num_kv_heads, ffn_q_norm, ffn_skip_linear: as in :class:`flashmhf.FlashMHF`.
+        ffn_num_kv_heads, ffn_q_norm, ffn_skip_linear, ffn_recompute_q: as in :class:`flashmhf.FlashMHF`, which alone
+            has the last.
         ffn_router_eps: the eps of the gate's normalisation.
         ffn_norm: whether an RMSNorm precedes the network (negates ``mhffnmoe_disable_original_mlp_rmsnorm``).
         ffn_init, ffn_official_init: flashmhf.nn.init's "balanced", "official" (with the gains of OfficialInit) or
@@ -79,6 +82,7 @@ class FlashMHFConfig(LlamaConfig):
     ffn_num_kv_heads: int | None = None
     ffn_q_norm: bool = False
     ffn_skip_linear: bool = False
+    ffn_recompute_q: bool = False
     ffn_router_eps: float | int = 1e-20
     ffn_norm: bool = True
     ffn_init: str = DEFAULT_INIT
@@ -149,6 +153,8 @@ class FlashMHFConfig(LlamaConfig):
                 divisor(name, getattr(self, name), of, getattr(self, of))
         if self.ffn_skip_linear and self.mlp_bias:
             raise ValueError("mlp_bias=True is not supported with ffn_skip_linear=True, without W_in and W_out")
+        if self.ffn_recompute_q and self.ffn_skip_linear:
+            raise ValueError("ffn_recompute_q=True is not supported with ffn_skip_linear=True, without W_in")
         self.official_init  # noqa: B018  raises for unknown gains
 
     @property

@@ -31,7 +31,8 @@ def feed_forward(config: FlashMHFConfig) -> Network:
             return MHFFN(d_model, heads, width, **operator)
         case "flashmhf":
             sizes = heads, config.ffn_num_subnets, config.ffn_subnet_dim
-            return FlashMHF(d_model, *sizes, router_eps=config.ffn_router_eps, **operator)
+            alone = {"router_eps": config.ffn_router_eps, "recompute_q": config.ffn_recompute_q}
+            return FlashMHF(d_model, *sizes, **alone, **operator)
 
 
 def check_complete(source: object, missing: Iterable[str]) -> None:

@@ -249,7 +249,10 @@ def test_parallel_plans_name_existing_modules(ffn):
     ({"ffn_type": "pkv"}, "ffn_type is 'pkv', which flashmhf 0.1 had; supported: swiglu, mh_ffn, flashmhf"),
     ({"ffn_type": "dense_moe", "ffn_num_heads": None}, "ffn_type is 'dense_moe', which flashmhf 0.1 had; supported"),
     *(({"ffn_type": "swiglu", "ffn_num_heads": None, "ffn_num_subnets": None} | lacking, "; ffn_type='swiglu' has none")
-      for lacking in ({"ffn_q_norm": True}, {"ffn_skip_linear": True}, {"ffn_num_kv_heads": 1}, {"ffn_num_heads": 0})),
+      for lacking in ({"ffn_q_norm": True}, {"ffn_skip_linear": True}, {"ffn_num_kv_heads": 1}, {"ffn_num_heads": 0},
+                      {"ffn_recompute_q": True})),
+    ({"ffn_type": "mh_ffn", "ffn_num_subnets": None, "ffn_recompute_q": True}, "ffn_recompute_q is True; ffn_type='mh"),
+    ({"ffn_skip_linear": True, "ffn_recompute_q": True}, "ffn_recompute_q=True is not supported with ffn_skip_linear"),
     ({"ffn_init": "zeros"}, "ffn_init is 'zeros'"),
     ({"hidden_act": "tanh"}, "hidden_act is 'tanh'; ffn_type='flashmhf' supports: 'silu', 'gelu', 'relu', 'relu2'"),
     ({"ffn_num_kv_heads": 3}, "ffn_num_kv_heads is 3; it must divide ffn_num_heads = 2"),
@@ -275,6 +278,19 @@ def test_configuration_refusals(settings, message, tmp_path):
         for name, value in settings.items():
             setattr(config, name, value)
         FlashMHFForCausalLM(config)
+
+
+def test_recompute_q_changes_no_bit_of_a_gradient(tmp_path):
+    ids, found = torch.arange(24).view(2, 12), []
+    torch.manual_seed(0)
+    model = FlashMHFForCausalLM(preset("flashmhf-tiny").config(ffn_recompute_q=True))
+    model.save_pretrained(tmp_path)
+    for settings in ({}, {"ffn_recompute_q": False}):
+        loaded = FlashMHFForCausalLM.from_pretrained(tmp_path, **settings)
+        assert all(layer.mlp.recompute_q is not bool(settings) for layer in loaded.model.layers)
+        loaded(input_ids=ids, labels=ids).loss.backward()
+        found.append([each.grad for each in loaded.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 def test_configuration_defaults():
