@@ -240,7 +240,7 @@ def test_router(tokens, subnets):
 @pytest.mark.parametrize("kernel", (*tune_triton.KERNELS, "fp8"))
 def test_block_shapes_that_are_timed_are_right(kernel):
     p, other = (make(70, 1, 32, 2, 48, HALF, seed=seed) for seed in range(2))
-    results, wrong = (tune_triton.call(kernel, configs.Config(32, 32, 4, 1), x) for x in (p, other))
+    results, wrong = (tune_triton.call(kernel, configs.Config(64, 32, 4, 2), x) for x in (p, other))
     assert tune_triton.why_wrong(kernel, results, p) is None
     assert tune_triton.why_wrong(kernel, results, p, results) is None
     for expected in (None, results):
