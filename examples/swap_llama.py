@@ -3,9 +3,8 @@
     pip install '.[lm]'
     python examples/swap_llama.py
 
-The model is small and has random weights, so this runs on a CPU in seconds. For a pretrained model, take its
-`AutoModelForCausalLM.from_pretrained(...)` instead: attention and embeddings keep their weights, the new networks start
-fresh.
+The model is small and has random weights, so this runs on a CPU in seconds. Trained feed-forward
+networks cannot be converted: the new ones start fresh, and the model has to be trained.
 """
 
 import tempfile
