@@ -63,7 +63,7 @@ def tests(session: nox.Session, versions: str) -> None:
     kept = [line for line in kept if not line.startswith(("torch>", "transformers<", "triton<"))]  # torch says which
     constraints = Path(session.create_tmp(), "constraints.txt")
     constraints.write_text("\n".join([*kept, f"torch=={torch}.*", f"transformers=={transformers}.*", ""]), "utf-8")
-    session.env |= {"FLASHMHF_SKIP_CUDA_BUILD": "1", "FLASHMHF_COMMIT": commit(session)}
+    session.env.update({"FLASHMHF_SKIP_CUDA_BUILD": "1", "FLASHMHF_COMMIT": commit(session)})
     session.install("-c", constraints, "torch", f"{os.environ.get('WHEEL', '.')}[test]")
     report = constraints.with_name("report.json")
     session.run("pytest", f"--record={report}", *session.posargs, success_codes=[0, 1])
