@@ -126,9 +126,20 @@ def test_two_builds_take_turns(capsys):
     assert "--base is no-such-folder; it must be a folder" in capsys.readouterr().err
 
 
+def has_row_scales(device: str) -> bool:
+    """Whether PyTorch multiplies e4m3 by scales of rows there, as the FP8 SwiGLU does: 2.11 does not on a CPU."""
+    x, scale = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn), torch.ones(16, 1, device=device)
+    try:
+        torch._scaled_mm(x, x.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
 def test_whole_models(capsys, monkeypatch):
     monkeypatch.setattr(run, "make_context", lambda options: context())
-    tiny_models = [*FAST, "--fp8", "--scales", "tiny", "--contexts", "16", "--batches", "2", "--blocks", "eager"]
+    fp8 = ["--fp8"] if has_row_scales(context().device) else []
+    tiny_models = [*FAST, *fp8, "--scales", "tiny", "--contexts", "16", "--batches", "2", "--blocks", "eager"]
     for suite, more in (("train", ["--steps", "1"]), ("model", []), ("generate", ["--new", "12"])):
         assert run.main(["--suite", suite, *tiny_models, "--layers", "3", *more]) == 0
         out = capsys.readouterr().out
