@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled, nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.types import Device
 from torch.utils.checkpoint import checkpoint
 
@@ -95,7 +95,8 @@ class FlashMHF(RoutedHeads, GroupedHeads):
         return k, u, v
 
     def _heads(self, x: Tensor) -> Tensor:
-        if not self.recompute_q or not is_grad_enabled() or self.backend == REFERENCE:
+        # exported programs hold no checkpoints
+        if not self.recompute_q or not is_grad_enabled() or self.backend == REFERENCE or is_exporting():
             return super()._heads(x)
         if is_dynamo_compiling() and self._is_plain():
             if is_autocast_enabled(x.device.type):

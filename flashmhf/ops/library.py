@@ -14,7 +14,7 @@ from ..torch_private import register
 
 LIBRARY = torch.library.Library("flashmhf", "DEF")
 ORDINARY = (Tensor, torch.nn.Parameter)  # the types of PyTorch's own tensors
-_OWN_TYPES = frozenset((*ORDINARY, type(None)))
+OWN_TYPES = frozenset((*ORDINARY, type(None)))
 C = TypeVar("C")
 R = TypeVar("R")
 
@@ -72,7 +72,7 @@ torch_private.answer("the C++ operators in compiled graphs", *_TRACER, lambda: _
 
 def is_direct(*tensors: Tensor | None) -> bool:
     """Return whether a call may go past the dispatcher: nobody watches, and the tensors are PyTorch's own."""
-    if not _OWN_TYPES.issuperset(map(type, tensors)):
+    if not OWN_TYPES.issuperset(map(type, tensors)):
         return False
     return not (tensors[0] is None or tensors[0].is_meta or torch.compiler.is_compiling() or torch_private.is_watched())
 

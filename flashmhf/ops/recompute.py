@@ -11,7 +11,7 @@ from torch.nn import functional
 from .. import reference, torch_private
 from ..backends.contract import LayerWeights, Router, Settings
 from .layer import contiguous
-from .library import cast, widen
+from .library import OWN_TYPES, cast, widen
 from .networks import Call, gated_flash_mhf, gradients
 
 
@@ -39,9 +39,11 @@ class _KeepsX(torch.autograd.Function):
         _, _, _, *needed = ctx.needs_input_grad
         again = torch.is_grad_enabled()  # a graph of the gradients is wanted
         with torch.enable_grad():
-            if not again:
-                pairs = zip(ends, needed, strict=False)
-                ends = [None if end is None else end.detach().requires_grad_(need) for end, need in pairs]
+            # others than the tensors themselves, whose hooks would run here, too
+            ends = [end if end is None else end.view_as(end) if again else end.detach() for end in ends]
+            for end, need in zip(ends, needed, strict=False):
+                if need and not again:
+                    end.requires_grad_()
             q = _query(*ends, q_norm_eps, k.shape[3])
         settings = Settings(how["deterministic"], (any(needed[:4]), any(needed[4:])), how["activation"])
         query = q if again else q.detach()
@@ -55,9 +57,13 @@ class _KeepsX(torch.autograd.Function):
 
 def heads(x: Tensor, weights: LayerWeights, backend: str, deterministic: bool | None, activation: str) -> Tensor | None:
     """Return S [..., H, d_h] for x [..., d_model]; autograd keeps x and weights, in autocast's dtype where it is on.
-    Return None in graphs and where somebody watches the calls of the parts.
+    Return None in graphs, where somebody watches the calls of the parts, and for tensors of other classes, which may
+    compute in_proj themselves.
     """
     if torch.compiler.is_compiling() or torch_private.is_watched():
+        return None
+    given = x, weights.in_w, weights.in_bias, *weights.networks, weights.router, weights.q_norm
+    if not all(type(tensor) in OWN_TYPES or torch_private.is_dtensor(tensor) for tensor in given):
         return None
     in_w, in_bias, networks, router, eps, _, _, q_norm, q_norm_eps = contiguous(weights)
     tensors = [x, in_w, in_bias, *networks]

@@ -77,12 +77,22 @@ def test_weights_of_other_strides_are_read_from_a_copy():
     assert all(map(torch.equal, results, expected))
 
 
+class Doubling(nn.Parameter):
+    """A weight that changes the product it is in, as quantised ones do."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        out = super().__torch_function__(function, types, args, kwargs or {})
+        return 2 * out if function is nn.functional.linear else out
+
+
 ORDINARY = {  # in_proj is then called once, by its own call
     "hook": lambda module: module.in_proj.register_forward_hook(lambda part, args, out: 2 * out),
     "hook of the backward": lambda module: module.in_proj.register_full_backward_hook(lambda *args: None),
     "replaced": lambda module: setattr(module, "in_proj", nn.Sequential(module.in_proj)),
     "patched": lambda module: setattr(module.in_proj, "forward", lambda x: 2 * nn.Linear.forward(module.in_proj, x)),
     "parametrised": lambda module: nn.utils.parametrizations.weight_norm(module.in_proj),
+    "of a class": lambda module: setattr(module.in_proj, "weight", Doubling(module.in_proj.weight.data)),
     "part": lambda module: setattr(module, "query", lambda x: 2 * flashmhf.FlashMHF.query(module, x)),
 }
 
@@ -128,6 +138,27 @@ def test_frozen_weights_and_second_derivatives():
     (batched,) = torch.autograd.grad(out, x, batch, is_grads_batched=True, retain_graph=True)
     singly = [torch.autograd.grad(out, x, one, retain_graph=True)[0] for one in batch]
     torch.testing.assert_close(batched, torch.stack(singly))
+
+
+@options
+def test_hooks_of_tensors_run_once_where_a_graph_of_the_gradients_is_made(options):
+    results = []
+    for recompute_q in (True, False):
+        module, x = make(recompute_q, **options), torch.ones(5, D_MODEL, requires_grad=True)
+        hidden = x * 2
+        hidden.retain_grad()
+        for tensor in (hidden, *module.parameters()):
+            tensor.register_hook(lambda grad: grad / 2)
+        module(hidden).square().sum().backward(create_graph=True)
+        results.append([hidden.grad, x.grad, *(parameter.grad for parameter in module.parameters())])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_compute_as_without_it(strict):
+    module, x = make(), torch.randn(5, D_MODEL)
+    program = torch.export.export(module, (x,), strict=strict)
+    torch.testing.assert_close(program.module()(x), module(x))
 
 
 @pytest.mark.parametrize(("settings", "error", "message"), [
