@@ -28,6 +28,19 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         raise OptionError(f"{message}; {self.prog} --help says what there is")
 
+    def parse_args(self, args=None, namespace=None):
+        given = super().parse_args(args, namespace)
+        for name, value in vars(given).items():
+            if name != "prompt":
+                refuse_empty(name, value)
+        return given
+
+
+def refuse_empty(name: str, value: object) -> None:
+    """Raise OptionError for a text that is empty, as of a variable that is not set: as a path, it would be "."."""
+    empty = value == "" or (isinstance(value, list) and "" in value)
+    refuse(empty, f"{name} is {value!r}; leave it out or give a text that is not empty")
+
 
 def one_path(path: str | os.PathLike) -> str:
     """Return the one spelling of a path: absolute, and without ``~``, ``..`` and symbolic links."""

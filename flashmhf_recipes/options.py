@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from flashmhf.models.presets import SCALES, preset
 
-from .arguments import check_value, chosen_device, one_path
+from .arguments import check_value, chosen_device, one_path, refuse_empty
 from .errors import refuse
 from .layout import Layout, layout_of
 
@@ -20,8 +20,9 @@ MICRO_BATCH = 8
 
 # What is supported of a number, and whether one of the right type is.
 Range = tuple[str, Callable[[Any], bool]]
-COUNT: Range = ("integers from 1 on", lambda x: x >= 1)
-LENGTH: Range = ("integers from 2 on, a token and the next", lambda x: x >= 2)
+COUNT: Range = ("integers from 1 to 2^31 - 1", lambda x: 1 <= x < 1 << 31)
+VOCABULARY: Range = ("integers from 1 to 2^24", lambda x: 1 <= x <= 1 << 24)  # the tokenizer's trainer reserves them
+LENGTH: Range = ("integers from 2 to 2^31 - 1, a token and the next", lambda x: 2 <= x < 1 << 31)
 SHARE: Range = ("numbers from 0 on and below 1", lambda x: 0 <= x < 1)
 RATE: Range = ("finite numbers above 0", lambda x: 0 < x < math.inf)
 WARMUP: Range = ("a share below 1, or whole steps", lambda x: 0 <= x < 1 or (x > 0 and float(x).is_integer()))
@@ -50,7 +51,7 @@ class Options:
     tokens: str | None = _option(None, "the tokens and the tokenizer of another run", metavar="RUN")
     text_field: str = _option("text", "field or column that holds the text")
     tokenizer: str | None = _option(None, "directory, tokenizer.json or name; without it one is trained on the data")
-    vocab_size: int | None = _option(None, "size of the vocabulary (the preset's)", COUNT)
+    vocab_size: int | None = _option(None, "size of the vocabulary (the preset's)", VOCABULARY)
     length: int | None = _option(None, "tokens in a sequence (the preset's)", LENGTH)
     eval_fraction: float = _option(0.0, "share of the tokens held out at the end", SHARE)
     batch: int | None = _option(
@@ -85,9 +86,7 @@ class Options:
             if isinstance(value, os.PathLike):
                 setattr(self, name, value := os.fspath(value))
             check_value(f"{name} is", value, kinds[name], entry.metadata.get("supported"))
-            # as of a variable that is not set; as a path, "" would be "."
-            empty = value == "" or (name == "data" and "" in value)
-            refuse(empty, f"{name} is {value!r}; leave it out or give a text that is not empty")
+            refuse_empty(name, value)
 
     def resolve(self) -> Options:
         """Return these with absolute paths and the preset's values for None. Raises OptionError for what cannot be."""

@@ -14,7 +14,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 
@@ -46,7 +45,7 @@ _BY = {
 DECIDED = {name: option for option, names in _BY.items() for name in names.split()}
 # FlashMHFConfig settings that an option of ours, or the tokenizer, decides.
 _OWN_SETTINGS = {f"{role}_token_id": "tokenizer" for role in ("bos", "eos", "pad")}
-_OWN_SETTINGS |= {"vocab_size": "vocab_size", "ffn_type": "preset"}
+_OWN_SETTINGS |= {"vocab_size": "vocab_size", "ffn_type": "preset", "return_dict": "True, which the Trainer needs"}
 
 
 def setting_types() -> dict[str, Any]:
@@ -56,10 +55,14 @@ def setting_types() -> dict[str, Any]:
 
 @contextmanager
 def _naming(option: str) -> Iterator[None]:
-    """Name ``option`` in what transformers raises about the user's settings, around what parses them alone."""
+    """Name ``option`` in what transformers raises about the user's settings, around what parses them alone: there are
+    no errors of other causes, and their types are any.
+    """
     try:
         yield
-    except (StrictDataclassError, ValueError, TypeError, ImportError, RuntimeError) as error:
+    except OptionError:
+        raise
+    except Exception as error:
         raise OptionError(f"{option}: {' '.join(str(error.__cause__ or error).split())}") from error
 
 
@@ -176,5 +179,5 @@ def empty_model(options: Options) -> PreTrainedModel:
     sizes = {"max_position_embeddings": positions, "vocab_size": options.vocab_size}
     with _naming("model"):
         config = chosen.config(**sizes | given)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)

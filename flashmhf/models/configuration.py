@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
-from ..checks import choice, divisor, positive
+from ..checks import choice, divisor, epsilon, positive
 from ..nn.flashmhf import default_num_heads, default_subnet_dim
 from ..nn.init import DEFAULT_INIT, INITS, OfficialInit
 from ..reference import ACTIVATIONS
@@ -100,6 +100,8 @@ class FlashMHFConfig(LlamaConfig):
             self.ffn_num_subnets = _num_subnets(self.intermediate_size, default_subnet_dim(max(1, head_dim)))
         if self.hidden_act == "swish":  # transformers' other name of it
             self.hidden_act = "silu"
+        if self.head_dim is None:  # LlamaConfig's, which fails where there are no heads
+            self.head_dim = self.hidden_size // max(1, self.num_attention_heads)
         super().__post_init__(**kwargs)
 
     def save_pretrained(self, save_directory, push_to_hub=False, **kwargs):
@@ -124,12 +126,16 @@ class FlashMHFConfig(LlamaConfig):
 
     def validate_architecture(self):
         """Check the settings together; transformers calls this after construction."""
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"):
+            positive(name, getattr(self, name))
         super().validate_architecture()
         # transformers itself says so only in later versions than 5.17
-        if self.head_dim is not None and self.head_dim % 2:
+        if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary position embeddings need an even one")
-        for name in ("hidden_size", "intermediate_size", "num_hidden_layers"):
-            positive(name, getattr(self, name))
+        for name in ("rms_norm_eps", "ffn_router_eps"):
+            epsilon(name, getattr(self, name))
+        if not 0 <= self.attention_dropout <= 1:
+            raise ValueError(f"attention_dropout is {self.attention_dropout}; supported: numbers from 0 to 1")
         divisor("num_key_value_heads", self.num_key_value_heads, "num_attention_heads", self.num_attention_heads)
         if self.ffn_type not in FFN_TYPES:
             former = ", which flashmhf 0.1 had" if self.ffn_type in _FORMER_TYPES else ""

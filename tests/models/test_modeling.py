@@ -261,6 +261,12 @@ def test_parallel_plans_name_existing_modules(ffn):
     ({"ffn_num_subnet": 4}, r"unknown settings: \['ffn_num_subnet'\]; supported: ffn_type, ffn_num_heads, ffn_n"),
     ({"ffn_num_heads": "2"}, "ffn_num_heads.* expected int, got str"),
     ({"ffn_num_heads": 0, "ffn_num_subnets": None}, "ffn_num_heads is 0; it must be at least 1"),
+    ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0; it must be at least 1"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be at least 1"),
+    ({"head_dim": -2}, "head_dim is -2; it must be at least 1"),
+    ({"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05; supported: finite numbers from 0"),
+    ({"ffn_router_eps": float("nan")}, "ffn_router_eps is nan; supported: finite numbers from 0"),
+    ({"attention_dropout": 2.0}, "attention_dropout is 2.0; supported: numbers from 0 to 1"),
     ({"ffn_norm": "False"}, "ffn_norm.* expected bool, got str"),  # true as a condition
     ({"ffn_deterministic": "yes"}, "ffn_deterministic.* expected bool, got str"),
     ({"intermediate_size": 0, "ffn_num_subnets": None}, "intermediate_size is 0; it must be at least 1"),

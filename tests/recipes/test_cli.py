@@ -71,6 +71,10 @@ MISTAKES = {
     "train --output ./run --data x.txt --set max_grad_norm=1,0": "sets max_grad_norm to '1,0'; supported: float",
     "train --output ./run --data x --set full_determinism=maybe": "sets full_determinism to 'maybe'; supported: bool",
     "train --output ./run --data x.txt --model-set ffn_q_norm=maybe": "model: ",
+    "eval --model x --data =": "data is ['']; leave it out or give a text that is not empty",
+    "eval --model = --data x": "model is ''; leave it out",
+    "generate --model x --tokenizer =": "tokenizer is ''; leave it out",
+    "quantize --model x --output =": "output is ''; leave it out",
     "--device tpu": "device is 'tpu'; supported: auto, cpu, cuda, cuda:N",
     "nonsense": "unrecognized arguments: nonsense; flashmhf --help",
     "info --device cpu": "unrecognized arguments: --device cpu",
@@ -90,7 +94,7 @@ MISTAKES = {
 def test_every_mistake_is_one_line_with_status_2(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("x.txt").touch()
-    assert cli.main(arguments.split()) == 2
+    assert cli.main(["" if each == "=" else each for each in arguments.split()]) == 2
     out, error = capsys.readouterr()
     assert error.rpartition("\r")[2].startswith("flashmhf: error: ") and error.count("\n") == 1 and not out
     assert MISTAKES[arguments] in error and not (tmp_path / "run" / "run.json").exists()

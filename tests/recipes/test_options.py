@@ -106,7 +106,11 @@ def test_presets_and_networks_combine(settings, name):
     ({"model": {"pad_token_id": 3}}, "model cannot set pad_token_id; use tokenizer"),
     ({"model": {"hiden_size": 64}}, "model cannot set hiden_size; did you mean hidden_size"),
     ({"model": {"max_position_embeddings": 64}}, "model sets max_position_embeddings to 64, below length = 128"),
-    *(({"model": sizes}, "^model: ") for sizes in ({"hidden_size": 65}, {"head_dim": 7}, {"hidden_size": "wide"})),
+    *(({"model": sizes}, "^model: ") for sizes in (
+        {"hidden_size": 65}, {"head_dim": 7}, {"hidden_size": "wide"}, {"num_attention_heads": 0}, {"dtype": "fp"},
+        {"rope_parameters": {"rope_type": "linear"}}, {"id2label": 5}, {"attention_dropout": 2.0},
+        {"ffn_backend": "naive"}, {"num_hidden_layers": 0})),
+    ({"model": {"return_dict": False}}, "model cannot set return_dict; use True, which the Trainer needs"),
     ({"arguments": {"lr_scheduler_type": "warmup_stable_decay"}}, "arguments: .*num_decay_steps"),
     *(({"arguments": {"lr_scheduler_type": name}, "eval_fraction": 0.1},
        f"type is '{name}'; supported: schedules of the step alone") for name in ("reduce_lr_on_plateau", "greedy")),
@@ -135,7 +139,7 @@ COUNTS = ("vocab_size", "length", "batch", "micro_batch", "steps", "log_every", 
 
 
 @pytest.mark.parametrize(("name", "values"), [
-    *((name, (0, -3, 2.5, "5")) for name in COUNTS),
+    *((name, (0, -3, 2.5, "5", 1 << 31)) for name in COUNTS),
     ("length", (1,)),
     ("learning_rate", (0.0, math.inf, math.nan, "high", np.float32(1e-3))),
     ("warmup", (-1.0, 2.9, math.nan, math.inf, "long")),

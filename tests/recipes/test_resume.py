@@ -286,7 +286,7 @@ def test_a_longer_run_states_its_schedule(uninterrupted, run, text, tmp_path, ca
     with pytest.raises(ValueError, match="steps is 30; the run has done 30 steps"):
         training.resume(run, steps=30, bar=False)
     for name, value in (("steps", 40.5), ("steps", "40"), ("tp", 0), ("dp_shard", -1)):
-        with pytest.raises(ValueError, match=rf"^{name} is {value!r}; supported: integers from 1 on"):
+        with pytest.raises(ValueError, match=rf"^{name} is {value!r}; supported: integers from 1 to"):
             training.resume(run, bar=False, **{"steps": 40} | {name: value})
     assert (run / "config.json").exists()  # the first of them took the finished model with it
 
