@@ -2,13 +2,16 @@
 
     python -m benchmarks.serve_vllm --out benchmarks/results/vllm
 
-needs vLLM, on GPUs. Each model is served by a process of its own; each GPU that is visible serves one at a time.
+needs vLLM, on GPUs. Each model is served by a process of its own; the visible GPUs are divided among the models,
+``--tensor-parallel`` to each, and serve one at a time. CUDA graphs are captured for the numbers of sequences that are
+timed alone, which takes less time than vLLM's own list and leaves these as they are.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import queue
 import statistics
@@ -34,6 +37,7 @@ MODELS = {  # name: network, scale, vLLM's quantization or the record in the con
 }
 STEERING = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING")  # the engine's host; others may be secrets
 DECODE, PREFILL, PROMPT, LONG = (1, 8, 32, 128, 256), (1, 8), 512, 4096
+ROUND_S = 2  # at least; a generation of few sequences is shorter and varies with the host
 
 
 def write_config(name: str, directory: Path) -> None:
@@ -88,11 +92,14 @@ def measure(name: str, directory: Path, options: argparse.Namespace) -> dict:
         "model": str(directory), "dtype": "bfloat16", "load_format": "dummy",
         "quantization": None if quantization == "stored" else quantization, "skip_tokenizer_init": True,
         "enable_prefix_caching": False, "max_model_len": LONG + 1, "max_num_seqs": 256, "max_num_batched_tokens": 8192,
-        "gpu_memory_utilization": options.memory,
+        "gpu_memory_utilization": options.memory, "tensor_parallel_size": options.tensor_parallel,
+        "kv_cache_memory_bytes": round(options.kv_cache * 2**30) if options.kv_cache else None,
+        "compilation_config": {"cudagraph_capture_sizes": sorted(set(decode))},
     }  # fmt: skip
     started = time.perf_counter()
     engine = LLMEngine.from_engine_args(EngineArgs(**settings, disable_log_stats=True))
     record = {"model": name, "quantization": quantization, "start_s": round(time.perf_counter() - started, 1)}
+    record["engine"] = {key: value for key, value in settings.items() if key not in ("model", "quantization")}
     vocabulary = engine.model_config.get_vocab_size()
 
     def prompts(count: int, length: int) -> list[list[int]]:
@@ -106,9 +113,10 @@ def measure(name: str, directory: Path, options: argparse.Namespace) -> dict:
         row = {"part": "prefill", "batch": batch, "prompt": LONG, "tokens_s": batch * LONG / seconds}
         rows.append(row | {"samples_s": samples})
     for batch in decode:
-        # a round of few sequences is short, and its steps vary with the host
-        count = rounds * max(1, 16 // batch)
-        samples = [run(engine, prompts(batch, PROMPT), new)[1] for _ in range(count + 1)][1:]
+        started = time.perf_counter()
+        run(engine, prompts(batch, PROMPT), new)
+        count = rounds * math.ceil(ROUND_S / (time.perf_counter() - started))
+        samples = [run(engine, prompts(batch, PROMPT), new)[1] for _ in range(count)]
         rate = statistics.median(samples)
         rows.append(
             {"part": "decode", "batch": batch, "prompt": PROMPT, "tokens_s": rate, "ms_step": 1e3 * batch / rate}
@@ -119,22 +127,22 @@ def measure(name: str, directory: Path, options: argparse.Namespace) -> dict:
     return record | {"rows": rows}
 
 
-def alone(name: str, gpu: int, folder: Path, options: argparse.Namespace) -> dict:
-    """Measure one model in a process of its own on one GPU; its output goes to a file."""
+def alone(name: str, gpus: range, folder: Path, options: argparse.Namespace) -> dict:
+    """Measure one model in a process of its own on these GPUs; its output goes to a file."""
     result, log = folder / f"{name}.json", folder / f"{name}.log"
     command = [sys.executable, "-m", "benchmarks.serve_vllm", "--one", name, "--out", str(result)]
-    for option in ("new", "rounds", "memory", "prefill", "decode"):
-        value = getattr(options, option)
+    for option in ("new", "rounds", "memory", "kv-cache", "tensor-parallel", "prefill", "decode"):
+        value = getattr(options, option.replace("-", "_"))
         command += [f"--{option}", *map(str, value if isinstance(value, (list, tuple)) else [value])] if value else []
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    device = seen.split(",")[gpu] if seen else str(gpu)
+    devices = ",".join(seen.split(",")[gpu] if seen else str(gpu) for gpu in gpus)
     with log.open("w") as file:
         done = subprocess.run(
-            command, env=os.environ | {"CUDA_VISIBLE_DEVICES": device}, stdout=file, stderr=subprocess.STDOUT
+            command, env=os.environ | {"CUDA_VISIBLE_DEVICES": devices}, stdout=file, stderr=subprocess.STDOUT
         )
     print(*[line for line in log.read_text().splitlines() if line.startswith(name)], sep="\n", flush=True)
-    if done.returncode:
-        return {"model": name, "status": "failed", "error": log.read_text()[-4000:]}
+    if not result.exists():  # it is written last of all: an engine that ends badly has still been measured
+        return {"model": name, "status": f"failed: {done.returncode}", "error": log.read_text()[-4000:]}
     return json.loads(result.read_text())
 
 
@@ -161,6 +169,8 @@ def main() -> int:
     parser.add_argument("--prefill", type=int, nargs="+", default=PREFILL, metavar="N", help=f"prompts of {LONG:,}")
     parser.add_argument("--decode", type=int, nargs="+", metavar="N", help="sequences")
     parser.add_argument("--memory", type=float, default=0.9, help="share of a GPU's memory that the engine takes (0.9)")
+    parser.add_argument("--kv-cache", type=float, metavar="GIB", help="a GPU's cache, beside other work on it")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs of each model (1)")
     parser.add_argument("--one", choices=MODELS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -171,20 +181,23 @@ def main() -> int:
             return 0
         import torch
 
+        count, ranks = torch.cuda.device_count(), options.tensor_parallel
+        if ranks < 1 or count < ranks or count % ranks:
+            parser.error(f"--tensor-parallel is {ranks}, of {count} visible GPUs; supported: numbers that divide them")
         results: dict[str, dict] = {}
-        gpus: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for gpu in range(torch.cuda.device_count()):
-            gpus.put(gpu)
+        groups: queue.SimpleQueue[range] = queue.SimpleQueue()
+        for first in range(0, count, ranks):
+            groups.put(range(first, first + ranks))
 
         def serve(model: str) -> None:
-            gpu = gpus.get()
-            results[model] = alone(model, gpu, folder, options)
-            gpus.put(gpu)
+            gpus = groups.get()
+            results[model] = alone(model, gpus, folder, options)
+            groups.put(gpus)
             with lock:
                 write(options, results)
 
         lock = threading.Lock()
-        with ThreadPoolExecutor(gpus.qsize()) as pool:
+        with ThreadPoolExecutor(groups.qsize()) as pool:
             list(pool.map(serve, options.models))
     failed = [result for result in results.values() if "error" in result]
     for result in failed:
