@@ -35,7 +35,8 @@ MODELS = {  # name: network, scale, vLLM's quantization or the record in the con
     "llama-32-fp8": ("swiglu", "7b", "fp8"),
     "flashmhf-27-fp8": ("flashmhf", "7b", "stored"),
 }
-STEERING = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING")  # the engine's host; others may be secrets
+# of the engine's host and its sums over GPUs; others may be secrets
+STEERING = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_ALLREDUCE_USE_SYMM_MEM")
 DECODE, PREFILL, PROMPT, LONG = (1, 8, 32, 128, 256), (1, 8), 512, 4096
 ROUND_S = 2  # at least; a generation of few sequences is shorter and varies with the host
 
