@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
+from transformers.utils import logging
 
 from flashmhf.models.configuration import FlashMHFConfig
 from flashmhf.models.presets import preset
@@ -23,7 +24,7 @@ from flashmhf.models.presets import preset
 from . import fused_loss
 from .arguments import check_value
 from .errors import OptionError, refuse
-from .options import Options
+from .options import SHARE, Options
 
 # Settings of TrainingArguments that a run decides or has no use for, by the options that decide them: the others are
 # transformers' own.
@@ -43,6 +44,12 @@ _BY = {
     "fused_loss": "use_liger_kernel liger_kernel_config",  # which pass over FlashMHF without a word
 }  # fmt: skip
 DECIDED = {name: option for option, names in _BY.items() for name in names.split()}
+_FROM_ZERO = ("finite numbers from 0 on", lambda x: 0 <= x < math.inf)
+_LEVELS = (*logging.get_log_levels_dict(), "passive")
+# What is supported of settings that transformers takes as they are, and fails at, or computes nonsense with, later on.
+_RANGES = dict.fromkeys(("weight_decay", "adam_epsilon", "max_grad_norm"), _FROM_ZERO)
+_RANGES |= dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), SHARE)
+_RANGES |= dict.fromkeys(("log_level", "log_level_replica"), (", ".join(_LEVELS), lambda x: x in _LEVELS))
 # FlashMHFConfig settings that an option of ours, or the tokenizer, decides.
 _OWN_SETTINGS = {f"{role}_token_id": "tokenizer" for role in ("bos", "eos", "pad")}
 _OWN_SETTINGS |= {"vocab_size": "vocab_size", "ffn_type": "preset", "return_dict": "True, which the Trainer needs"}
@@ -92,8 +99,7 @@ def _check_arguments(options: Options) -> None:
     _check_names("arguments", given, TrainingArguments, DECIDED)
     sharded = max(options.tp or 1, options.dp_shard or 1) > 1
     for name, value in given.items():
-        decay = ("finite numbers from 0 on", lambda x: 0 <= x < math.inf) if name == "weight_decay" else None
-        check_value(f"arguments sets {name} to", value, setting_types()[name], decay)
+        check_value(f"arguments sets {name} to", value, setting_types()[name], _RANGES.get(name))
         unused = name.startswith("eval_") and not options.eval_fraction
         refuse(unused, f"{name} is {value!r}, which has no effect without eval_fraction; leave it out")
         own = options.optimizer != "adamw" and name.startswith("optim")
@@ -143,6 +149,8 @@ def training_arguments(options: Options) -> TrainingArguments:
             arguments = RunArguments(**{**settings, **options.arguments})
             for callback in get_reporting_integration_callbacks(arguments.report_to):
                 callback()  # raises where the package of a report is missing
+            if arguments.torch_compile:  # raises for a mode or a back end that is none
+                torch.compile(abs, backend=arguments.torch_compile_backend, mode=arguments.torch_compile_mode)
             if not hasattr(schedule(arguments, options.steps), "lr_lambdas"):
                 name = arguments.lr_scheduler_type.value
                 raise ValueError(f"lr_scheduler_type is '{name}'; supported: schedules of the step alone")

@@ -25,8 +25,9 @@ from flashmhf_recipes.settings import training_arguments
 NO_WANDB = pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 # What a text stands for is no guess of a library in the middle of a run: "False" is true.
 UNFIT = {
-    "eval_on_start": ("False", 1, None), "max_grad_norm": ("1.0", math.nan, None, True), "adam_beta1": ("0.9",),
+    "eval_on_start": ("False", 1, None), "max_grad_norm": ("1.0", math.nan, None, True, -1.0), "adam_beta1": ("0.9",),
     "weight_decay": (-0.1, math.inf), "torch_empty_cache_steps": (2.5,), "run_name": (5,), "report_to": ([1],),
+    "log_level": ("loud",), "adam_beta2": (1.0, 2), "adam_epsilon": (-1e-8,), "label_smoothing_factor": (-1, 2.0),
     "lr_scheduler_kwargs": ([],), "gradient_checkpointing_kwargs": (1,),
 }  # fmt: skip
 
@@ -117,6 +118,7 @@ def test_presets_and_networks_combine(settings, name):
     *(({"arguments": {name: value}, "eval_fraction": 0.1}, rf"^arguments sets {name} to {re.escape(repr(value))}; supp")
       for name, values in UNFIT.items() for value in values),
     ({"arguments": {"lr_scheduler_type": "nosuch"}}, "arguments: nosuch is not a valid SchedulerType"),
+    *(({"arguments": {f"torch_compile_{name}": "nosuch"}}, "^arguments: .*nosuch") for name in ("mode", "backend")),
     ({"arguments": {"report_to": "nosuch"}}, "arguments: nosuch is not supported"),
     pytest.param({"arguments": {"report_to": "wandb"}}, "arguments: WandbCallback requires wandb", marks=NO_WANDB),
     # without effect
