@@ -53,7 +53,10 @@ def load(name: str):
     name = os.path.expanduser(name)
     try:
         single = Path(name).is_file()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=name) if single else AutoTokenizer.from_pretrained(name)
+        if single:
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=name)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # as models are loaded
     except Exception as error:  # the library raises whatever its parsers do
         raise DataError(f"no tokenizer could be loaded from {name!r}: {error}") from error
     if tokenizer.eos_token_id is None:

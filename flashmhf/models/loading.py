@@ -33,11 +33,12 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
         if isinstance(stored, dict) and stored.get("model_type") in (*PREFIXES,):
             return conversion.load_official(directory, dtype)
         try:
-            config = AutoConfig.from_pretrained(directory)
+            # else transformers asks on standard input, which may be a prompt, whether to run a model's own code
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         except (AttributeError, KeyError, TypeError) as error:  # entries of types that transformers does not expect
             raise ValueError(f"{wrong}: {error}") from error
         model, report = AutoModelForCausalLM.from_pretrained(
-            directory, config=config, dtype=dtype or "auto", output_loading_info=True
+            directory, config=config, dtype=dtype or "auto", output_loading_info=True, trust_remote_code=False
         )
     except (torch.OutOfMemoryError, NotImplementedError):  # RuntimeErrors both
         raise

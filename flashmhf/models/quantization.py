@@ -42,7 +42,7 @@ class FlashMHFFp8Config(QuantizationConfigMixin):
             raise ValueError(f"layout of the packed weights is {layout!r}; supported: {LAYOUT}. Pack them again")
         if quant_method != METHOD:
             raise ValueError(f"quant_method is {quant_method!r}; supported: {METHOD!r}")
-        if not isinstance(fp8, bool | list):
+        if not isinstance(fp8, bool) and not (isinstance(fp8, list) and all(isinstance(name, str) for name in fp8)):
             raise ValueError(f"fp8 is {fp8!r}; supported: True, False, or a list of names")
         self.quant_method, self.fp8, self.layout = quant_method, fp8, layout
 

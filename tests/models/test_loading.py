@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 import flashmhf  # noqa: E402
 from flashmhf import quantize  # noqa: E402
 from flashmhf.models import FlashMHFConfig, FlashMHFForCausalLM, load  # noqa: E402
-from flashmhf_recipes import pretrained  # noqa: E402
+from flashmhf_recipes import pretrained, tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.arange(2, 11)[None]
@@ -104,6 +104,18 @@ def test_refuses_what_is_damaged(damage, saved, tmp_path):
     spoil(directory)
     with pytest.raises(OSError if damage == "no weights" else ValueError, match=message):
         load(directory)
+
+
+def test_nobody_is_asked_whether_to_run_code_of_a_model(tmp_path, monkeypatch):
+    """Standard input may be the prompt, which must not answer."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (tmp_path / "code.py").write_text("raise SystemError('it ran')")
+    auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoTokenizer": ["code.T", None]}
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps({"model_type": "nosuch", "auto_map": auto_map}))
+    for call in (load, tokenizer.load):
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            call(str(tmp_path))
 
 
 def test_refuses_other_types(saved, tmp_path):
