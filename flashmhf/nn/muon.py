@@ -129,6 +129,7 @@ class Muon(torch.optim.Optimizer):
                 raise ValueError(f"{name} is {value}; it must be in [0, 1)")
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
         defaults |= {"fused": fused, "capturable": flag("capturable", capturable), "foreach": None, "maximize": False}
+        self._with_matrices: list[dict[str, Any]] = []
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -148,6 +149,7 @@ class Muon(torch.optim.Optimizer):
                 )
             floating("params: a parameter in a group with muon=True", parameter)
         self.param_groups.append(group)
+        self._with_matrices += [group] if group["muon"] and group["params"] else []
         if group["fused"] is None:
             group["fused"] = all(parameter.is_cuda for parameter in group["params"])
 
@@ -164,6 +166,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             if "last_momentum" not in group:  # of an earlier version
                 _join_momentum(group, _momentum_keys(group)[0])
+        self._with_matrices = [group for group in self.param_groups if group["muon"] and group["params"]]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -182,14 +185,24 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     raise RuntimeError("flashmhf.Muon does not support sparse gradients; supported: sparse=False")
-                if group["muon"] and parameter.dim() < 2:
-                    found = f"a matrix has become a vector of {parameter.numel()} elements"
-                    cause = "as FullyShardedDataParallel and DeepSpeed's ZeRO make them"
-                    raise RuntimeError(f"{found}, {cause}; supported: fully_shard, which keeps shapes")
+        self._check_matrices()
         for group in self.param_groups:
             step = self._step_matrices if group["muon"] else self._step_others
             for parameters in _alike(group):
                 step(group, parameters)
+
+    def _check_matrices(self) -> None:
+        """Raise RuntimeError if matrices have been flattened, also those of groups that are not stepped now: ZeRO steps
+        one group after another, and takes the others away (stages 1 and 2) or their parameters (stage 3).
+        """
+        groups = (*self._with_matrices, *(group for group in self.param_groups if group["muon"]))
+        flat = (parameter for group in groups for parameter in group["params"] if parameter.dim() < 2)
+        found = [f"a matrix has become a vector of {parameter.numel()} elements" for parameter in flat]
+        found += ["a group has lost its matrices" for group in self._with_matrices if not group["params"]]
+        if found:
+            cause = "as under FullyShardedDataParallel and DeepSpeed's ZeRO"
+            supported = "fully_shard, DDP and ZeRO's stage 0, which keep shapes"
+            raise RuntimeError(f"{found[0]}, {cause}; supported: {supported}")
 
     def _step_matrices(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Update parameters of one shape and placement: all their matrices are one batch."""

@@ -334,19 +334,29 @@ def test_hooks_of_the_caller_see_a_state_before_it_is_checked():
     assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 2
 
 
+@pytest.mark.parametrize("kept", [lambda each: each, copy.deepcopy], ids=["made", "copied"])
 @pytest.mark.parametrize("order", [1, -1])
-def test_what_cannot_be_stepped_is_refused_before_any_group_is(order):
-    """Flat partitions, which wrappers such as DeepSpeed's ZeRO put in the place of a group's parameters."""
-    model = make_model()
-    optimizer = optimizer_of(model)
-    optimizer.param_groups[:] = optimizer.param_groups[::order]
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_cannot_be_stepped_is_refused_before_any_group_is(stage, order, kept):
+    """Flat partitions, which DeepSpeed's ZeRO puts in the place of a group's parameters. It steps group by group: the
+    others are gone meanwhile, or have no parameters.
+    """
+    model, optimizer = kept((model := make_model(), optimizer_of(model)))
     gradients(model, 0)
-    group = next(group for group in optimizer.param_groups if group["muon"])
-    group["params"] = [nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in group["params"]]))]
-    before = copy.deepcopy(model)
-    with pytest.raises(RuntimeError, match="a matrix has become a vector of .* DeepSpeed's ZeRO .*; supported: fully_"):
-        optimizer.step()
-    assert_equal(model, before)
+    groups = optimizer.param_groups[::order]
+    flat = [nn.Parameter(torch.cat([each.detach().flatten() for each in group["params"]])) for group in groups]
+    before = copy.deepcopy(flat)
+    for group, parameter in zip(groups, flat, strict=True):
+        parameter.grad = torch.ones_like(parameter)
+        group["params"] = [parameter] if stage == 1 else []
+    for group, parameter in zip(groups, flat, strict=True):
+        if stage == 1:
+            optimizer.param_groups = [group]
+        group["params"] = [parameter]
+        with pytest.raises(RuntimeError, match="matri.*, as under .* DeepSpeed's ZeRO; supported: fully_shard, DDP"):
+            optimizer.step()
+        group["params"] = [parameter] if stage == 1 else []
+    assert all(map(torch.equal, flat, before))
 
 
 def test_refusals():
