@@ -65,12 +65,20 @@ def sharded(model: nn.Module, part: str) -> None:
     fsdp.fully_shard(model[1], mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
 
 
+def partitioned(model: nn.Module, part: str) -> None:
+    """As deepspeed.zero.Init leaves them."""
+    for parameter in model[1].parameters():
+        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
+
+
 NOT_FLASHMHF, OF_ONE = {"replace_ffn"}, {door for door in DOORS if "of one" in door}
 WAYS = {  # what is done, the message after the network's name, and the functions that it does not concern
     "offloaded": (offloaded, r"\S+ is offloaded; supported: models loaded without offloading",
      {"save_pretrained"}),  # whose files transformers fills from elsewhere
     "empty": (lambda model, _: model[1].to("meta"), "{name} has no values.*not offloaded",
      DOORS.keys() - {"replace_ffn", "quantize_", "to_fp8 of one"}),
+    "partitioned": (partitioned, r"\S+ is partitioned by DeepSpeed's ZeRO stage 3; supported: models loaded before",
+     {"save_pretrained"}),  # which writes what ZeRO has gathered
     "parametrised": (lambda model, _: parametrize.register_parametrization(model[1], "k", nn.Identity()),
      "{name} has parametrised weights; .*remove_parametrizations", NOT_FLASHMHF),
     "with a parametrised part": (lambda model, part: parametrizations.weight_norm(model[1].get_submodule(part)),

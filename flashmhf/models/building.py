@@ -17,6 +17,7 @@ from ..nn.init import INITIALIZER_RANGE
 from ..nn.weights import mark_drawn
 from ..quantize import Fp8FlashMHF
 from ..quantize.modules import METHOD, quantise_named
+from .modeling import gathered
 from .quantization import FlashMHFFp8Config, names_in
 from .record import LAYERS, NETWORKS, layers_of, networks_in, record
 
@@ -44,7 +45,9 @@ def build(model: PreTrainedModel) -> None:
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{NETWORKS} has no FlashMHF for {recorded}: {error}") from error
         deviation = getattr(model.config, "initializer_range", INITIALIZER_RANGE)
-        network.reset_parameters(initializer_range=deviation, num_layers=max(len(networks), layers))
+        # ZeRO stage 3 has partitioned them, where transformers makes the functions of torch.nn.init do nothing
+        with initialization.guard_torch_init_functions(), gathered(network):
+            network.reset_parameters(initializer_range=deviation, num_layers=max(len(networks), layers))
         network.placed = True
         mark_drawn(network)
         model.set_submodule(name, network)

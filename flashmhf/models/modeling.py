@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import nn
 from transformers import GenerationMixin, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
@@ -13,6 +15,7 @@ from ..nn import MHFFN, FlashMHF, SwiGLU
 from ..nn.init import Scheme, draws_itself
 from ..nn.multihead import HeadRMSNorm
 from ..nn.network import FixedDtypes, Network
+from ..nn.weights import partitioned
 from .configuration import FlashMHFConfig
 
 
@@ -33,6 +36,15 @@ def feed_forward(config: FlashMHFConfig) -> Network:
             sizes = heads, config.ffn_num_subnets, config.ffn_subnet_dim
             alone = {"router_eps": config.ffn_router_eps, "recompute_q": config.ffn_recompute_q}
             return FlashMHF(d_model, *sizes, **alone, **operator)
+
+
+def gathered(module: nn.Module) -> AbstractContextManager[Any]:
+    """Return a context in which no parameter is partitioned (ZeRO stage 3): every rank takes what the first draws."""
+    if not (parameters := partitioned(module)):
+        return nullcontext()
+    from deepspeed import zero
+
+    return zero.GatheredParameters(parameters, modifier_rank=0)
 
 
 def check_complete(source: object, missing: Iterable[str]) -> None:
@@ -72,7 +84,8 @@ class FlashMHFPreTrainedModel(LlamaPreTrainedModel):
     def _init_weights(self, module):
         """Have our networks draw themselves; transformers has torch.nn.init leave loaded tensors alone."""
         if isinstance(module, (Network, HeadRMSNorm)) or draws_itself(module):
-            module.reset_parameters()
+            with gathered(module):
+                module.reset_parameters()
         else:
             super()._init_weights(module)
 

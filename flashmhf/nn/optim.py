@@ -41,13 +41,17 @@ def param_groups(
 
     Returns groups with "params", "lr", "lr_share", "weight_decay", and "muon" if asked for. Raises TypeError if
     ``model`` is not a module or a rate is not a number, ValueError for a negative rate, a projection_rate of 0, a model
-    with FullyShardedDataParallel, and without ``outputs`` where the output layer cannot be told from others.
+    with FullyShardedDataParallel, with ``muon`` for DeepSpeed's ZeRO stage 3, and without ``outputs`` where the output
+    layer cannot be told from others.
     """
     checks.instance("model", model, nn.Module, "a torch.nn.Module")
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         # flat: no rate for the projections, decay for all or none, no matrix for Muon
         supported = "fully_shard, or with AdamW and use_orig_params=True the groups of the model before it"
         raise ValueError(f"model has flat parameters (FullyShardedDataParallel); supported: {supported}")
+    if checks.flag("muon", muon) and any(hasattr(parameter, "ds_shape") for parameter in model.parameters()):
+        supported = "muon=False, or the model before it is partitioned, with fully_shard or DDP"
+        raise ValueError(f"muon is True and model has partitioned parameters (ZeRO's stage 3); supported: {supported}")
     lr, weight_decay = epsilon("lr", lr), epsilon("weight_decay", weight_decay)
     if projection_rate is None:
         projection_rate = MUON_PROJECTION_RATE if muon else ADAMW_PROJECTION_RATE
@@ -57,11 +61,12 @@ def param_groups(
     decays = {"plain": weight_decay, "projection": weight_decay / projection_rate, "undecayed": 0.0}
     projections = _parameters_of(model, FlashMHF, "in_proj", "out_proj")
     norms = _parameters_of(model, MultiHead, "q_norm") | _parameters_of(model, (nn.LayerNorm, nn.RMSNorm))
-    others = _adamw_weights(model, outputs) if checks.flag("muon", muon) else set()
+    others = _adamw_weights(model, outputs) if muon else set()
     members: dict[tuple[str, bool], list[Tensor]] = {(kind, matrix): [] for kind in shares for matrix in (False, True)}
     for parameter in filter(lambda each: each.requires_grad, model.parameters()):
         kind = "projection" if parameter in projections else "plain"
-        kind = "undecayed" if parameter.dim() < 2 or parameter in norms else kind
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # a partitioned one is itself empty
+        kind = "undecayed" if len(shape) < 2 or parameter in norms else kind
         members[kind, muon and kind != "undecayed" and parameter not in others].append(parameter)
     return [
         {"params": params, "lr": lr * shares[kind], "lr_share": shares[kind], "weight_decay": decays[kind]}

@@ -11,7 +11,8 @@ def check_held(name: str, module: nn.Module, empty: bool = False, offloaded: boo
     """Raise ValueError, with the way out, unless ``module`` itself holds the values of its weights.
 
     Refused are modules that are, or have a part that is, parametrised, pruned or held by an adapter (PEFT), those that
-    accelerate offloads unless ``offloaded``, those on the meta device unless ``empty``. ``name``: within its model.
+    accelerate offloads or DeepSpeed partitions (ZeRO stage 3) unless ``offloaded``, those on the meta device unless
+    ``empty``. ``name``: within its model.
     """
     shown = name or type(module).__name__
     parts = [(f"{name}.{part}".strip(".") or shown, each) for part, each in module.named_modules()]
@@ -25,9 +26,17 @@ def check_held(name: str, module: nn.Module, empty: bool = False, offloaded: boo
             raise ValueError(f"{part} has parametrised weights; supported: {supported}")
         if not offloaded and getattr(getattr(each, "_hf_hook", None), "offload", False):
             raise ValueError(f"{shown} is offloaded; supported: models loaded without offloading (device_map)")
+    if not offloaded and partitioned(module):
+        supported = "models loaded before TrainingArguments(deepspeed=...), outside of deepspeed.zero.Init"
+        raise ValueError(f"{shown} is partitioned by DeepSpeed's ZeRO stage 3; supported: {supported}")
     if not empty and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         supported = "weights that are loaded or drawn, and not offloaded"
         raise ValueError(f"{shown} has no values, its weights are on the meta device; supported: {supported}")
+
+
+def partitioned(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of ``module`` that are empty since DeepSpeed's ZeRO stage 3 has partitioned them."""
+    return [each for each in module.parameters() if each.shape != getattr(each, "ds_shape", each.shape)]
 
 
 def check_whole(name: str, module: nn.Module) -> None:

@@ -168,6 +168,15 @@ def test_groups_hold_every_trainable_parameter_once():
     assert undecayed == {p for p, name in trained.items() if p.dim() < 2 or name.endswith("q_norm.weight")}
     torch.optim.AdamW(groups)
 
+    def ids(groups: list[dict]) -> list[list[int]]:
+        return [[*map(id, group["params"])] for group in groups]
+
+    for parameter in model.parameters():  # as deepspeed.zero.Init leaves it
+        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
+    assert ids(flashmhf.param_groups(model, 1e-3, 0.1)) == ids(groups)
+    with pytest.raises(ValueError, match="muon is True and model has partitioned parameters .*; supported: muon=False"):
+        flashmhf.param_groups(model, 1e-3, 0.1, muon=True)
+
 
 def test_a_step_decays_all_matrices_equally_and_moves_projections_less():
     lr, decay = 1e-2, 0.5
