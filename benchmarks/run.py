@@ -16,7 +16,7 @@ problem it is, then
 its built library (``flashmhf/libflashmhf_hopper.so``). Both are measured by this checkout's benchmarks. Rows then have
 ``build`` and ``turn``.
 
-Exit status 1: a subject was wrong or failed.
+Exit status 1: a subject was wrong or failed; 2: the suite cannot run here.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, object]:
     add("--turns", type=int, default=2, help="with --base: how often each cell is measured (2)")
     add("--apart", type=float, metavar="SECONDS", help="each cell in a process of its own, ended after them")
     add("--memory", type=float, metavar="GIB", help="use no more of a GPU")
-    add("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--budget", type=float, metavar="SECONDS", default=float("inf"), help="begin nothing after them")
     add("--rounds", type=int, default=5, help="windows of each subject (5)")
@@ -77,12 +77,20 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, object]:
     options = parser.parse_args(arguments)
     if options.base and not (options.base / "flashmhf").is_dir():
         parser.error(f"--base is {options.base}; it must be a folder with a source tree, its library built")
-    if options.architecture:
-        from .harness import proxy
+    if options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}; it must be at least 1")
+    try:
+        options.device = torch.device(options.device)
+        if options.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: this PyTorch sees no CUDA GPU")
+        if options.architecture:
+            from .harness import proxy
 
-        proxy.pretend(options.architecture)
-    if options.device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: this PyTorch sees no CUDA GPU")
+            if options.device.type != "cuda":
+                raise ValueError(f"--as {options.architecture} needs a CUDA GPU, and device is {options.device}")
+            proxy.pretend(options.architecture)
+    except (ValueError, RuntimeError) as error:  # RuntimeError: of torch.device
+        parser.error(str(error))
     return options, suite
 
 
@@ -321,7 +329,13 @@ def main(arguments: list[str] | None = None) -> int:
         record = compare(options, arguments, save)
         text = differences(record)
     else:
-        record = measure(options, arguments, suite, save)
+        from .harness.measure import MissingError
+
+        try:
+            record = measure(options, arguments, suite, save)
+        except MissingError as error:  # of the suite as a whole
+            print(f"benchmarks.run: error: {error}", file=sys.stderr)
+            return 2
         text = getattr(suite, "report", report)(record)
     from .harness.markdown import conditions
 

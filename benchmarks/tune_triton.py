@@ -233,6 +233,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write all candidates as JSON")
     options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("this PyTorch sees no CUDA GPU")
     begin = time.monotonic()
     if options.architecture:
         pretend(options.architecture)

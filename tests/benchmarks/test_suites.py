@@ -1,5 +1,6 @@
 """The runner and its suites: checks, reasons, one shape of records, two builds in turn; short runs on a GPU."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -124,6 +125,18 @@ def test_two_builds_take_turns(capsys):
     with pytest.raises(SystemExit):
         run.main([*OPERATOR, "--base", "no-such-folder"])
     assert "--base is no-such-folder; it must be a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([*OPERATOR, "--rounds", "0"], "--rounds is 0; it must be at least 1"),
+    ([*OPERATOR, "--device", "nosuch"], "nosuch"),
+    ([*OPERATOR, "--as", "sm80"], "--as sm80 needs a CUDA GPU, and device is cpu"),
+    (["--suite", "serving", "--device", "cpu"], "the suite serving needs a CUDA GPU"),
+])  # fmt: skip
+def test_what_cannot_be_measured_here_is_one_line(arguments, message, capsys):
+    with contextlib.suppress(SystemExit):  # argparse's
+        assert run.main(arguments) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def has_row_scales(device: str) -> bool:
