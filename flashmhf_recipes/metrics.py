@@ -28,13 +28,13 @@ PEAKS = {
 
 
 def read_rows(output: Path) -> list[dict]:
-    """Return the rows of a run's metrics.jsonl; a last line torn by a kill is left out."""
+    """Return the rows of a run's metrics.jsonl up to a line that is none, as a kill or a full disk leaves the last."""
     rows = []
     path = output / FILE
-    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
+        except ValueError:
             break
     return rows
 

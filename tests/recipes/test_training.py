@@ -271,3 +271,11 @@ def test_operations_a_token():
         model = AutoModelForCausalLM.from_config(preset("flashmhf-370m").config(ffn_num_kv_heads=1))
     layer = 4 * 1024**2 + 2 * 1024**2 + 3 * 1024 * 2688 + 1024 * 7
     assert metrics.training_flops_per_token(model, 4096) == 6 * (21 * layer + 50_432 * 1024) + 6 * 21 * 1024 * 4096
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b"\0\0\0", b"\xff\xfe"])
+def test_rows_end_at_a_line_that_was_not_written_whole(torn, tmp_path):
+    (tmp_path / metrics.FILE).write_bytes(b'{"step": 1}\n' + torn)
+    assert metrics.read_rows(tmp_path) == [{"step": 1}]
+    metrics.keep_rows(tmp_path, 1)
+    assert (tmp_path / metrics.FILE).read_bytes() == b'{"step": 1}\n'
