@@ -126,7 +126,10 @@ class FlashMHFConfig(LlamaConfig):
 
     def validate_architecture(self):
         """Check the settings together; transformers calls this after construction."""
-        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"):
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+            "max_position_embeddings",
+        ):  # fmt: skip
             positive(name, getattr(self, name))
         super().validate_architecture()
         # transformers itself says so only in later versions than 5.17

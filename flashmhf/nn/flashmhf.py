@@ -40,7 +40,8 @@ class FlashMHF(RoutedHeads, GroupedHeads):
         skip_linear: leave out W_in and W_out. bias: give them biases.
         backend, deterministic, activation: as in :func:`flashmhf.flash_mhf`.
         recompute_q: compute Q again in the backward: training keeps x and S of a layer, 2 T d_model instead of 3, for
-            one product of d_model^2 more. Where in_proj or q_norm is hooked, replaced or patched Q is kept.
+            one product of d_model^2 more. Where in_proj or q_norm is hooked, replaced or patched, or a weight is of a
+            class of its own, Q is kept.
 
     State: in_proj.weight, k, u, v [H_kv, E, d_e, d_h], router [H, d_h, E], out_proj.weight; q_norm.weight [H, d_h].
 

@@ -262,7 +262,8 @@ def test_parallel_plans_name_existing_modules(ffn):
     ({"ffn_num_heads": "2"}, "ffn_num_heads.* expected int, got str"),
     ({"ffn_num_heads": 0, "ffn_num_subnets": None}, "ffn_num_heads is 0; it must be at least 1"),
     ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0; it must be at least 1"),
-    ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be at least 1"),
+    *(({name: 0}, f"{name} is 0; it must be at least 1")
+      for name in ("num_hidden_layers", "vocab_size", "max_position_embeddings")),
     ({"head_dim": -2}, "head_dim is -2; it must be at least 1"),
     ({"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05; supported: finite numbers from 0"),
     ({"ffn_router_eps": float("nan")}, "ffn_router_eps is nan; supported: finite numbers from 0"),
