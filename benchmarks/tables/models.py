@@ -13,9 +13,8 @@ from .layers import FASTER
 FFNS = ("flashmhf", "swiglu")
 BOTH = set(FFNS)
 GENERATION = "generate", "generate_7b"
-SERVED_7B = {  # record: precision, GPUs
-    "vllm_7b": ("bf16", "1"), "vllm_7b_fp8": ("FP8", "1"),
-    "vllm_7b_tp2": ("bf16", "2"), "vllm_7b_fp8_tp2": ("FP8", "2"),
+SERVED_7B = {
+    "bf16": "vllm_7b", "FP8": "vllm_7b_fp8", "bf16, 2 GPUs": "vllm_7b_tp2", "FP8, 2 GPUs": "vllm_7b_fp8_tp2",
 }  # fmt: skip
 
 
@@ -149,21 +148,21 @@ def vllm(records: Records) -> str:
         "random weights, bf16, CUDA graphs"
     )
     first = f"{table(['part', 'prompt', 'batch', *header], lines, words=(0,))}\n\n{machine(what, record)}"
-    return "\n\n".join([first, *vllm_7b(records)])
+    return f"{first}\n\n{vllm_7b(records)}"
 
 
-def vllm_7b(records: Records) -> list[str]:
-    """The same of the 7B models, a line per record's row; nothing where no record has both models."""
-    names = [name for name in SERVED_7B if any(records.folder.glob(f"{name}_h?00.json"))]
-    found, lines = [records[name] for name in names], []
-    for name, record in zip(names, found, strict=True):
-        models = {each["model"].partition("-")[0]: each.get("rows", ()) for each in record["models"]}
-        cells = [{(row["part"], row["batch"]): row for row in models.get(each, ())} for each in ("flashmhf", "llama")]
-        for key in (key for key in cells[1] if key in cells[0]):
-            ours, theirs = (each[key] for each in cells)
-            rates = [row["tokens_s"] for row in (theirs, ours)]
-            what = [*SERVED_7B[name], key[0], f"{key[1]} x {ours['prompt']:,}"]
-            lines.append([*what, *(fixed(rate, 0) for rate in rates), fixed(rates[1] / rates[0], 2)])
-    header = ["7B", "GPUs", "part", "prompts", "Llama, 32 layers", "FlashMHF, 27", "speed ÷ Llama's"]
-    what = "The same of 7B models, in FP8 both"
-    return [f"{table(header, lines, words=(0, 2))}\n\n{machine(what, found[0])}"] if lines else []
+def vllm_7b(records: Records) -> str:
+    """The same of 7B models: FlashMHF's rates by precision and number of GPUs, and over the Llama's."""
+    lines: dict[tuple[str, int, int], list[str]] = {}
+    for column, name in enumerate(SERVED_7B.values()):
+        ours, theirs = (
+            {(row["part"], row["batch"], row["prompt"]): row["tokens_s"] for row in model["rows"]}
+            for model in sorted(records[name]["models"], key=lambda model: model["model"])
+        )
+        for key, rate in ours.items():
+            line = lines.setdefault(key, ["–"] * 2 * len(SERVED_7B))
+            line[2 * column : 2 * column + 2] = fixed(rate, 0), fixed(rate / theirs[key], 2)
+    header = ["part", "prompt", "batch", *(cell for title in SERVED_7B for cell in (title, "÷ Llama's"))]
+    what = "FlashMHF at 7B, 27 layers for 32, and its speed ÷ the Llama's. FP8: FlashMHF's networks, the whole Llama"
+    cells = [[part, f"{prompt:,}", str(batch), *line] for (part, batch, prompt), line in lines.items()]
+    return f"{table(header, cells, words=(0,))}\n\n{machine(what, records['vllm_7b'])}"

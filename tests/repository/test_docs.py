@@ -44,25 +44,6 @@ def test_tables_agree_with_the_records(report):
     assert report.document(ROOT, check=True) == 0
 
 
-def test_served_7b_models_are_a_table_of_the_records_that_are_there(tmp_path):
-    from benchmarks.records import Records
-    from benchmarks.tables import models
-
-    folder = tmp_path / "benchmarks" / "results"
-    folder.mkdir(parents=True)
-    assert models.vllm_7b(Records(tmp_path)) == []
-    row = {"part": "decode", "batch": 32, "prompt": 512}
-    served = [("flashmhf-27-fp8", 1500.0), ("llama-32-fp8", 1000.0)]
-    record = {"environment": {"device": "NVIDIA H200", "packages": {"torch": "2.11.0"}}}
-    record["models"] = [{"model": name, "rows": [row | {"tokens_s": rate}]} for name, rate in served]
-    (folder / "vllm_7b_fp8_tp2_h200.json").write_text(json.dumps(record))
-    failed = record | {"models": [{"model": "flashmhf-27", "error": "no"}, record["models"][1]]}
-    (folder / "vllm_7b_h200.json").write_text(json.dumps(failed))
-    (text,) = models.vllm_7b(Records(tmp_path))
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "decode" in line]
-    assert lines == [["FP8", "2", "decode", "32 x 512", "1,000", "1,500", "1.50"]]
-
-
 def test_ci_runs_the_lines_of_the_readme_for_the_tests():
     if not (ROOT / ".ci").exists():
         pytest.skip("this is no git checkout")
