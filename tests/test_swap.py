@@ -126,6 +126,7 @@ def test_networks_that_compute_something_else_stay():
     swiglu.compile()  # which it keeps as a function of its own
     swiglu._get_name = lambda: "LigerSwiGLUMLP"  # as Liger names a network that it patches
     others = [Gated(nn.GELU()), Gated(torch.relu), Gated(factors=(0.9, 1.0)), Gated(factors=(1.0, 2.0)), Gated(limit=9)]
+    others.append(holding(gate_proj=nn.LazyLinear(192)))  # whose weight has no shape yet
     model = nn.Sequential(swiglu, Gated(), Gated(nn.SiLU()), scaled, narrow, *others)
     generator = torch.get_rng_state()
     with pytest.raises(ValueError, match="no SwiGLU network: 3 has global_scale beside its projections"):

@@ -36,7 +36,8 @@ def check_held(name: str, module: nn.Module, empty: bool = False, offloaded: boo
 
 def partitioned(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of ``module`` that are empty since DeepSpeed's ZeRO stage 3 has partitioned them."""
-    return [each for each in module.parameters() if each.shape != getattr(each, "ds_shape", each.shape)]
+    # a lazy parameter has no shape to ask for
+    return [each for each in module.parameters() if hasattr(each, "ds_shape") and each.shape != each.ds_shape]
 
 
 def check_whole(name: str, module: nn.Module) -> None:
