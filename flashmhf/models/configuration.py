@@ -137,7 +137,7 @@ class FlashMHFConfig(LlamaConfig):
             raise ValueError(f"head_dim is {self.head_dim}; rotary position embeddings need an even one")
         for name in ("rms_norm_eps", "ffn_router_eps"):
             epsilon(name, getattr(self, name))
-        if not 0 <= self.attention_dropout <= 1:
+        if not 0 <= (self.attention_dropout or 0) <= 1:  # LlamaConfig takes None
             raise ValueError(f"attention_dropout is {self.attention_dropout}; supported: numbers from 0 to 1")
         divisor("num_key_value_heads", self.num_key_value_heads, "num_attention_heads", self.num_attention_heads)
         if self.ffn_type not in FFN_TYPES:

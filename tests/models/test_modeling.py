@@ -309,6 +309,7 @@ def test_configuration_defaults():
     for width, heads in ((64, 1), (576, 9), (960, 15), (1056, 11), (1152, 9)):
         assert FlashMHFConfig(hidden_size=width, num_attention_heads=1, intermediate_size=64).ffn_num_heads == heads
     assert FlashMHFConfig(ffn_router_eps=0).ffn_router_eps == 0  # a whole number
+    assert FlashMHFConfig(attention_dropout=None).attention_dropout is None  # as in a LlamaConfig
 
 
 # of common Llamas and of the paper's SwiGLU: hidden_size, intermediate_size
