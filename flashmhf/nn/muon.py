@@ -193,12 +193,15 @@ class Muon(torch.optim.Optimizer):
 
     def _check_matrices(self) -> None:
         """Raise RuntimeError if matrices have been flattened, also those of groups that are not stepped now: ZeRO steps
-        one group after another, and takes the others away (stages 1 and 2) or their parameters (stage 3).
+        one group after another, and takes the others away (stages 1 and 2) or their parameters (stage 3): all that is
+        left then is one vector, unlike where somebody has emptied a group to freeze it.
         """
         groups = (*self._with_matrices, *(group for group in self.param_groups if group["muon"]))
         flat = (parameter for group in groups for parameter in group["params"] if parameter.dim() < 2)
         found = [f"a matrix has become a vector of {parameter.numel()} elements" for parameter in flat]
-        found += ["a group has lost its matrices" for group in self._with_matrices if not group["params"]]
+        left = [parameter for group in self.param_groups for parameter in group["params"]]
+        if len(left) == 1 and left[0].dim() < 2 and not all(group["params"] for group in self._with_matrices):
+            found.append("a group has lost its matrices")
         if found:
             cause = "as under FullyShardedDataParallel and DeepSpeed's ZeRO"
             supported = "fully_shard, DDP and ZeRO's stage 0, which keep shapes"

@@ -359,6 +359,23 @@ def test_what_cannot_be_stepped_is_refused_before_any_group_is(stage, order, kep
     assert all(map(torch.equal, flat, before))
 
 
+@pytest.mark.parametrize("removed", [False, True])
+def test_an_emptied_group_is_frozen(removed):
+    model = make_model()
+    optimizer, moved = optimizer_of(model), {*model.parameters()}
+    for group in optimizer.param_groups:
+        if group["muon"]:
+            moved.difference_update(group["params"])
+            group["params"] = []
+    if removed:
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    before = copy.deepcopy(model)
+    gradients(model, 0)
+    optimizer.step()
+    for parameter, old in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(parameter, old) == (parameter not in moved)
+
+
 def test_refusals():
     def group(*shape: int, dtype: torch.dtype | None = None, muon: object = True, **settings: bool) -> list[dict]:
         return [{"params": [weight(*shape, dtype=dtype)], "muon": muon, **settings}]
