@@ -21,6 +21,7 @@ MICRO_BATCH = 8
 # What is supported of a number, and whether one of the right type is.
 Range = tuple[str, Callable[[Any], bool]]
 COUNT: Range = ("integers from 1 to 2^31 - 1", lambda x: 1 <= x < 1 << 31)
+INTERVAL: Range = ("integers from 1 on", lambda x: x >= 1)  # one beyond all steps means never
 VOCABULARY: Range = ("integers from 1 to 2^24", lambda x: 1 <= x <= 1 << 24)  # the tokenizer's trainer reserves them
 LENGTH: Range = ("integers from 2 to 2^31 - 1, a token and the next", lambda x: 2 <= x < 1 << 31)
 SHARE: Range = ("numbers from 0 on and below 1", lambda x: 0 <= x < 1)
@@ -70,10 +71,10 @@ class Options:
     dp_shard: int | None = _option(None, "processes that share the parameters: FSDP2 (1; with --tp all groups)", COUNT)
     compile: bool = _option(False, "torch.compile the model")
     fused_loss: bool = _option(False, "never hold all logits: long sequences on GPUs, by liger-kernel")
-    save_every: int = _option(1000, "steps between checkpoints", COUNT)
+    save_every: int = _option(1000, "steps between checkpoints", INTERVAL)
     keep: int = _option(2, "checkpoints kept", KEPT)
-    log_every: int = _option(10, "steps between rows of metrics.jsonl", COUNT)
-    eval_every: int = _option(1000, "steps between held-out losses", COUNT)
+    log_every: int = _option(10, "steps between rows of metrics.jsonl", INTERVAL)
+    eval_every: int = _option(1000, "steps between held-out losses", INTERVAL)
     arguments: dict[str, object] = _option({}, "a transformers TrainingArguments setting", flag="--set")
 
     def __post_init__(self) -> None:

@@ -47,7 +47,8 @@ DECIDED = {name: option for option, names in _BY.items() for name in names.split
 _FROM_ZERO = ("finite numbers from 0 on", lambda x: 0 <= x < math.inf)
 _LEVELS = (*logging.get_log_levels_dict(), "passive")
 # What is supported of settings that transformers takes as they are, and fails at, or computes nonsense with, later on.
-_RANGES = dict.fromkeys(("weight_decay", "adam_epsilon", "max_grad_norm"), _FROM_ZERO)
+_RANGES = dict.fromkeys(("weight_decay", "adam_epsilon"), _FROM_ZERO)
+_RANGES |= {"max_grad_norm": ("numbers from 0 on", lambda x: x >= 0)}  # infinity clips nothing
 _RANGES |= dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), SHARE)
 _RANGES |= dict.fromkeys(("log_level", "log_level_replica"), (", ".join(_LEVELS), lambda x: x in _LEVELS))
 # FlashMHFConfig settings that an option of ours, or the tokenizer, decides.

@@ -68,7 +68,7 @@ def test_equal_parameters(device):
 MISTAKES = {
     "--steps 5": "unrecognized arguments: --steps 5; flashmhf --help",
     "train --output ./run --data x --steps many": "argument --steps: invalid int value: 'many'; flashmhf train --help",
-    "train --output ./run --data x.txt --set max_grad_norm=1,0": "sets max_grad_norm to '1,0'; supported: finite",
+    "train --output ./run --data x.txt --set max_grad_norm=1,0": "sets max_grad_norm to '1,0'; supported: numbers",
     "train --output ./run --data x --set full_determinism=maybe": "sets full_determinism to 'maybe'; supported: bool",
     "train --output ./run --data x.txt --model-set ffn_q_norm=maybe": "model: ",
     "eval --model x --data =": "data is ['']; leave it out or give a text that is not empty",

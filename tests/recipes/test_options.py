@@ -22,6 +22,7 @@ from flashmhf_recipes.arguments import parsed
 from flashmhf_recipes.options import Options
 from flashmhf_recipes.settings import training_arguments
 
+COUNTS, INTERVALS = ("vocab_size", "length", "batch", "micro_batch", "steps"), ("log_every", "eval_every", "save_every")
 NO_WANDB = pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 # What a text stands for is no guess of a library in the middle of a run: "False" is true.
 UNFIT = {
@@ -38,8 +39,9 @@ def resolved(**settings) -> Options:
 
 def test_what_a_run_does_not_decide_is_passed_on_as_it_is():
     settings = {"neftune_noise_alpha": 5, "adam_epsilon": 1e-6, "push_to_hub": False, "lr_scheduler_type": "linear"}
-    settings |= {"gradient_checkpointing": True, "weight_decay": 0.3}
-    arguments = training_arguments(resolved(arguments=settings, learning_rate=1e-6))
+    settings |= {"gradient_checkpointing": True, "weight_decay": 0.3, "max_grad_norm": math.inf}
+    never = dict.fromkeys(INTERVALS, 1 << 40) | {"eval_fraction": 0.1}
+    arguments = training_arguments(resolved(arguments=settings, learning_rate=1e-6, **never))
     assert arguments.learning_rate == 1e-6
     for rate, lowest in ((1e-3, 1e-5), (1e-5, 1e-6)):  # the paper's; a rate of its own would otherwise rise
         lowest = pytest.approx({"min_lr": lowest})
@@ -137,11 +139,9 @@ def test_refused_settings(settings, message, tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
-COUNTS = ("vocab_size", "length", "batch", "micro_batch", "steps", "log_every", "eval_every", "save_every")
-
-
 @pytest.mark.parametrize(("name", "values"), [
-    *((name, (0, -3, 2.5, "5", 1 << 31)) for name in COUNTS),
+    *((name, (0, -3, 2.5, "5")) for name in (*COUNTS, *INTERVALS)),
+    *((name, (1 << 31,)) for name in COUNTS),
     ("length", (1,)),
     ("learning_rate", (0.0, math.inf, math.nan, "high", np.float32(1e-3))),
     ("warmup", (-1.0, 2.9, math.nan, math.inf, "long")),
