@@ -9,6 +9,8 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from flashmhf.models.loading import of_known_class
+
 from .errors import DataError, OptionError
 
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"  # ids 0 and 1, as in the GPT-NeoX tokenizer that the paper uses
@@ -53,10 +55,7 @@ def load(name: str):
     name = os.path.expanduser(name)
     try:
         single = Path(name).is_file()
-        if single:
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=name)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # as models are loaded
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=name) if single else of_known_class(AutoTokenizer, name)
     except Exception as error:  # the library raises whatever its parsers do
         raise DataError(f"no tokenizer could be loaded from {name!r}: {error}") from error
     if tokenizer.eos_token_id is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -33,13 +34,11 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
         if isinstance(stored, dict) and stored.get("model_type") in (*PREFIXES,):
             return conversion.load_official(directory, dtype)
         try:
-            # else transformers asks on standard input, which may be a prompt, whether to run a model's own code
-            config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+            config = of_known_class(AutoConfig, directory)
         except (AttributeError, KeyError, TypeError) as error:  # entries of types that transformers does not expect
             raise ValueError(f"{wrong}: {error}") from error
-        model, report = AutoModelForCausalLM.from_pretrained(
-            directory, config=config, dtype=dtype or "auto", output_loading_info=True, trust_remote_code=False
-        )
+        settings = {"config": config, "dtype": dtype or "auto", "output_loading_info": True}
+        model, report = of_known_class(AutoModelForCausalLM, directory, **settings)
     except (torch.OutOfMemoryError, NotImplementedError):  # RuntimeErrors both
         raise
     except (StrictDataclassError, json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -51,3 +50,16 @@ def load(directory: str | Path, dtype: torch.dtype | None = None) -> PreTrainedM
     if report["unexpected_keys"]:
         raise ValueError(f"{directory} does not fit its config.json: unexpected {sorted(report['unexpected_keys'])}")
     return model
+
+
+def of_known_class(auto: type, source: str | Path, **settings: Any) -> Any:
+    """Return ``auto.from_pretrained(source)``. Raises ValueError for what has code of its own: transformers would ask,
+    on standard input, which may be a prompt, whether to run it.
+    """
+    try:
+        return auto.from_pretrained(source, trust_remote_code=False, **settings)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        supported = "classes of transformers and of flashmhf; for tokenizers also a tokenizer.json"
+        raise ValueError(f"{source} has code of its own, which is never run; supported: {supported}") from error
