@@ -112,9 +112,10 @@ class Muon(torch.optim.Optimizer):
             schedules may set either. capturable: whether a CUDA graph may capture a step.
         fused: whether AdamW's fused kernel runs; None runs it for groups whose parameters are all on a GPU.
 
-    Raises ValueError for a group without "muon", a vector in a Muon group, amsgrad, differentiable, maximize in a Muon
-    group, and the state of another optimizer; TypeError for integers or complex numbers in a Muon group. A step raises
-    RuntimeError for a sparse gradient and for flat parameters, before it changes any parameter.
+    Raises ValueError for numbers out of range, a group without "muon", a vector in a Muon group, amsgrad,
+    differentiable, maximize in a Muon group, and the state of another optimizer; TypeError for other types, and for
+    integers or complex numbers in a Muon group. A step raises RuntimeError for a sparse gradient, for flat parameters,
+    and where ZeRO has taken a group's matrices away, before it changes any parameter.
     """
 
     def __init__(
@@ -124,6 +125,8 @@ class Muon(torch.optim.Optimizer):
     ):  # fmt: skip
         for name, value in {"lr": lr, "weight_decay": weight_decay, "eps": eps}.items():
             epsilon(name, float(value) if isinstance(value, Tensor) else value)
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise ValueError(f"betas is {betas!r}; supported: two numbers in [0, 1)")
         for name, value in {"momentum": momentum, "betas[0]": betas[0], "betas[1]": betas[1]}.items():
             if epsilon(name, value) >= 1:
                 raise ValueError(f"{name} is {value}; it must be in [0, 1)")

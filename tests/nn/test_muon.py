@@ -404,7 +404,8 @@ def test_refusals():
         (RuntimeError, "does not support sparse gradients",
          flashmhf.Muon([{"params": table.parameters(), "muon": False}]).step),
         *((ValueError, f"{name} is", partial(flashmhf.Muon, **{name: value}), group(4, muon=False))
-          for name, value in (("lr", -1.0), ("weight_decay", float("nan")), ("momentum", 1.0))),
+          for name, value in (("lr", -1.0), ("weight_decay", float("nan")), ("momentum", 1.0), ("betas", (0.9,)),
+                              ("betas", 0.9), ("betas", (0.9, 0.95, 0.99)))),
         # AdamW for everything, without a word
         (ValueError, "a group has no key 'muon'; supported: .* muon=True", flashmhf.Muon, layer.parameters()),
         (ValueError, "muon=True has maximize=True; supported: False", load, maximised),
