@@ -65,6 +65,8 @@ def _sum_over_tokens(activation: Tensor, x: Tensor) -> Tensor:
 
 def normalise_heads(q: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise q [..., H, D] over D (RMS) with weight [H, D], in fp32 (fp64 for fp64), into q's dtype."""
+    if weight.shape != q.shape[-2:]:  # it might be broadcast
+        raise ValueError(f"q_norm has shape {list(weight.shape)}; expected {list(q.shape[-2:])} ([H, d_h])")
     x = q.to(accumulate_dtype(q.dtype))
     return (torch.rms_norm(x, x.shape[-1:], eps=eps) * weight.to(x.dtype)).to(q.dtype)
 

@@ -33,17 +33,21 @@ def check_input(x: Tensor, d_model: int) -> None:
 
 
 def check_matches(x: Tensor, first: nn.Module | Tensor | None, name: str = "x") -> None:
-    """Refuse an x of another dtype or device than the weights it meets: those of a linear layer, or a parameter.
+    """Refuse an x of another dtype or device than the weights it meets: those of a linear layer, or a parameter; and a
+    layer's bias of another shape.
 
     Weights that are not plain parameters, and layers that are hooked, patched or replaced, may convert x themselves.
     """
-    weight = first
+    weight, bias = first, None
     if isinstance(first, nn.Module):
         if type(first).forward is not nn.Linear.forward or "forward" in first.__dict__ or first._forward_pre_hooks:
             return
-        weight = first._parameters.get("weight")
+        weight, bias = first._parameters.get("weight"), first._parameters.get("bias")
     if type(weight) is not nn.Parameter or type(x) not in (Tensor, nn.Parameter):
         return
+    if bias is not None and bias.shape != weight.shape[:1]:  # it might be broadcast
+        found = f"the bias of the layer that takes {name} has shape {list(bias.shape)}"
+        raise ValueError(f"{found}; expected {list(weight.shape[:1])} (the rows of its weight)")
     if x.device != weight.device:
         raise ValueError(f"{name} is on {x.device} but the module is on {weight.device}; move one of them with .to()")
     if x.dtype != weight.dtype and not torch_private.autocasts(x.device.type):

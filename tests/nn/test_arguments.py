@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from functools import partial
 
 import numpy as np
@@ -147,6 +148,21 @@ def test_a_wrong_input_is_refused_by_name(name, given):
 # The official layout
 def without(name):
     return lambda state: {key: value for key, value in state.items() if key != name}
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), "whole"], ids=str)
+@pytest.mark.parametrize("part", ["in_proj.bias", "out_proj.bias", "q_norm.weight"])
+@pytest.mark.parametrize("settings", [{}, {"recompute_q": True}], ids=["", "recompute_q"])
+def test_a_weight_that_would_be_broadcast_is_refused_in_training_and_inference(settings, part, shape):
+    module = flashmhf.FlashMHF(48, 3, 2, 16, q_norm=True, bias=True, **settings)
+    owner, name = module.get_submodule(part.partition(".")[0]), part.partition(".")[2]
+    whole = tuple(getattr(owner, name).shape)
+    shape = (1, *whole) if shape == "whole" else shape
+    setattr(owner, name, nn.Parameter(torch.ones(shape)))
+    for grad in (True, False):
+        found = re.escape(f"has shape {list(shape)}; expected {list(whole)}")
+        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=f"(bias|q_norm).* {found}"):
+            module(torch.randn(5, 48))
 
 
 @pytest.mark.parametrize(("change", "sizes", "exception", "message"), [
