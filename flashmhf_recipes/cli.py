@@ -240,8 +240,7 @@ def _generate(parser: Parser, arguments: list[str]) -> int:
     refuse(prompt == "-" and sys.stdin is None, "prompt is '-', and standard input is closed")
     model, tokenizer = _load(args)
     prompt = sys.stdin.read() if prompt == "-" else prompt
-    print(prompt, end="", flush=True)
-    generation.generate(model, tokenizer, prompt, streamer=generation.Printer(tokenizer), **args)
+    generation.generate(model, tokenizer, prompt, streamer=generation.Printer(tokenizer, prompt), **args)
     return 0
 
 

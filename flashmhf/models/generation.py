@@ -29,16 +29,19 @@ class _RefuseNotFinite(LogitsProcessor):
 
 
 class Printer(TextStreamer):
-    """Print a continuation word by word, then end the line: a ``streamer`` for :func:`generate`.
+    """Print ``prompt``, when the model begins, and a continuation word by word, then end the line: a ``streamer`` for
+    :func:`generate`.
 
     It is decoded with the end of the prompt, since many tokenizers drop the space before the first word.
     """
 
-    def __init__(self, tokenizer) -> None:
+    def __init__(self, tokenizer, prompt: str = "") -> None:
         super().__init__(tokenizer, skip_prompt=True, **_DECODING)
+        self.prompt = prompt
 
     def put(self, value: torch.Tensor) -> None:
         if self.next_tokens_are_prompt:
+            print(self.prompt, end="", flush=True)
             self.token_cache = value.flatten().tolist()[-16:]  # all of it would be decoded again for every token
             self.print_len = len(self.tokenizer.decode(self.token_cache, **_DECODING))
         super().put(value)

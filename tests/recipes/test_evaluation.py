@@ -196,6 +196,9 @@ def test_streamed_generation_prints_the_same_text(runs, trained, capsys):
     command = ["generate", "the cat", *f"--model {runs['flashmhf']} --device cpu --seed 3 --max-new-tokens 12".split()]
     assert cli.main(command) == 0
     assert capsys.readouterr().out == f"the cat{text}\n"
+    for refused in ("--temperature -1", "--top-p 2", "--max-new-tokens 0"):
+        assert cli.main([*command, *refused.split()]) == 2
+        assert not capsys.readouterr().out
 
 
 def test_a_continuation_keeps_the_space_before_it(trained, capsys):
