@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.utils import logging
@@ -150,6 +151,9 @@ def training_arguments(options: Options) -> TrainingArguments:
             arguments = RunArguments(**{**settings, **options.arguments})
             for callback in get_reporting_integration_callbacks(arguments.report_to):
                 callback()  # raises where the package of a report is missing
+            if settings := arguments.gradient_checkpointing_kwargs:  # raises for names and values that it does not know
+                with _naming("arguments sets gradient_checkpointing_kwargs"):
+                    checkpoint(torch.clone, torch.zeros(1, requires_grad=True), **settings)
             if arguments.torch_compile:  # raises for a mode or a back end that is none
                 torch.compile(abs, backend=arguments.torch_compile_backend, mode=arguments.torch_compile_mode)
             if not hasattr(schedule(arguments, options.steps), "lr_lambdas"):

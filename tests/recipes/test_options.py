@@ -121,6 +121,9 @@ def test_presets_and_networks_combine(settings, name):
       for name, values in UNFIT.items() for value in values),
     ({"arguments": {"lr_scheduler_type": "nosuch"}}, "arguments: nosuch is not a valid SchedulerType"),
     *(({"arguments": {f"torch_compile_{name}": "nosuch"}}, "^arguments: .*nosuch") for name in ("mode", "backend")),
+    *(({"arguments": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": wrong}}, "_kwargs: .*foo")
+      for wrong in ({"foo": 1}, {"foo": 1, "use_reentrant": False},
+                    {"determinism_check": "foo", "use_reentrant": False})),
     ({"arguments": {"report_to": "nosuch"}}, "arguments: nosuch is not supported"),
     pytest.param({"arguments": {"report_to": "wandb"}}, "arguments: WandbCallback requires wandb", marks=NO_WANDB),
     # without effect
