@@ -7,6 +7,7 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -216,7 +217,13 @@ def picture(path: Path, setting: Setting, measurements: Sequence[Measurement]) -
             axis.grid(True, alpha=0.3)
             axis.legend(fontsize=9)
         figure.suptitle(headline(setting))
-        figure.savefig(path, dpi=110, format="png")
+        partial_path = path.with_name(path.name + ".partial")  # a full disk leaves no half of a picture
+        try:
+            figure.savefig(partial_path, dpi=110, format="png")
+            partial_path.replace(path)
+        finally:
+            with suppress(OSError):
+                partial_path.unlink()
     except Exception as error:  # fonts, caches, disks: matplotlib raises whatever they do
         logger.warning("%s was not drawn: %s: %s", path, type(error).__name__, " ".join(str(error).split()))
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import io
 import math
 import re
@@ -172,6 +173,21 @@ def test_what_did_not_fit_or_cannot_be_drawn(small, tmp_path, caplog):
     assert "nan" in first_run.table(small, measurements=measurements)
     assert not first_run.picture(tmp_path / "nothing" / "x.png", small, measurements)
     assert ["was not drawn" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("written", [b"", b"half"])
+def test_a_full_disk_leaves_the_last_picture(written, small, tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+
+    def full(self, path, **_):
+        Path(path).write_bytes(written)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(figure.Figure, "savefig", full)
+    measurements = [first_run.Measurement(name, 1, 16, *[1.0] * 4) for name in first_run.modules(small)]
+    (path := tmp_path / "x.png").write_bytes(b"the last")
+    assert not first_run.picture(path, small, measurements)
+    assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == b"the last"
 
 
 def test_every_option_has_a_flag(monkeypatch):
