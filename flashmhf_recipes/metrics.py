@@ -33,9 +33,12 @@ def read_rows(output: Path) -> list[dict]:
     path = output / FILE
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             break
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            break
+        rows.append(row)
     return rows
 
 

@@ -17,7 +17,7 @@ import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
 
-from flashmhf.models import loading
+from flashmhf.models import FlashMHFConfig, loading
 from flashmhf.models.presets import SCALES, preset
 from flashmhf.models.record import is_fp8
 
@@ -34,6 +34,10 @@ from .tokenizer import token_numbers
 from .trainer import RunTrainer
 
 RUN, LOCK, INIT = "run.json", "flashmhf.lock", "init"
+# What a checkpoint's weights belong to, of FlashMHFConfig.
+NETWORK = """hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size
+    tie_word_embeddings hidden_act attention_bias mlp_bias ffn_type ffn_num_heads ffn_num_subnets ffn_num_kv_heads
+    ffn_q_norm ffn_skip_linear ffn_norm""".split()
 SHORTEST_WARMUP = 100  # steps, at the paper's learning rates
 
 logger = logging.getLogger(__name__)
@@ -92,7 +96,7 @@ def resume(
     """Continue a run from its last complete checkpoint; ``steps`` is a new length of the whole run and its schedule.
 
     Raises FileNotFoundError where there is no run, FileExistsError where another process trains it, OptionError for
-    ``steps`` that are done, TrainingError when no checkpoint loads.
+    ``steps`` that are done and a run.json edited to another model, TrainingError when no checkpoint loads.
     """
     output = Path(one_path(output))
     run = _read_run(output).resolve()
@@ -109,6 +113,8 @@ def resume(
         if checkpoint is None and (output / "config.json").exists():
             raise TrainingError(f"{output} has a finished model but no checkpoint; train it further with init_from=")
         refuse(steps is not None and steps <= done, f"steps is {steps}; the run has done {done} steps")
+        if checkpoint and not options.init_from:
+            _check_model(options, output, checkpoint)
         if first_process():
             metrics.keep_rows(output, done)
             if options.steps > done:  # without the shorter run's finished model, the last checkpoint is the run's model
@@ -138,6 +144,16 @@ def _read_run(output: Path) -> Options:
         return Options(**json.loads(path.read_text("utf-8")) | {"output": str(output)})
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no options that this version knows: {error}") from error
+
+
+def _check_model(options: Options, output: Path, checkpoint: Path) -> None:
+    """Raise OptionError if run.json, which may be edited, describes another network than ``checkpoint`` has."""
+    now = _config(options, load_tokenizer(str(output / TOKENIZER)))
+    stored = FlashMHFConfig.from_pretrained(checkpoint)
+    for name in NETWORK:
+        found, expected = getattr(now, name), getattr(stored, name)
+        what = f"{output / RUN} describes a model with {name} = {found}"
+        refuse(found != expected, f"{what}; supported: {expected}, as {checkpoint.name} has")
 
 
 def _warn_of_steps(arguments: TrainingArguments, done: int, before: int, after: int) -> None:
@@ -259,13 +275,17 @@ def _train(
     return Result(output, sum(p.numel() for p in model.parameters()), steps, last["loss"], last.get("eval_loss"))
 
 
-def _first_model(options: Options, tokenizer) -> PreTrainedModel:
-    if options.init_from:
-        return loading.load(Path(options.output) / INIT, torch.float32)
+def _config(options: Options, tokenizer) -> FlashMHFConfig:
     config = empty_model(options).config
     config.vocab_size = max(options.vocab_size, token_numbers(tokenizer))
     config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = None  # an embedding with a padding token trains that row differently
-    model = AutoModelForCausalLM.from_config(config)
+    return config
+
+
+def _first_model(options: Options, tokenizer) -> PreTrainedModel:
+    if options.init_from:
+        return loading.load(Path(options.output) / INIT, torch.float32)
+    model = AutoModelForCausalLM.from_config(_config(options, tokenizer))
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model

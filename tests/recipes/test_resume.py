@@ -150,6 +150,9 @@ def raise_(error: BaseException):
     ({"checkpoint-10": None, "checkpoint-20": None, "config.json": b"{}"},
      "has a finished model but no checkpoint; train it further with init_from="),
     ({"run.json": b""}, "run.json holds no options that this version knows: Expecting value"),
+    ({"run.json": {"preset": "swiglu-tiny"}}, "run.json describes a model with intermediate_size = 352; supported: "),
+    ({"run.json": {"model": {"num_hidden_layers": 1}}}, "run.json .* num_hidden_layers = 1; supported: 2, as checkpo"),
+    ({"run.json": {"vocab_size": 999}}, "run.json describes a model with vocab_size = 999; supported: "),
     ({"run.json": b"[]"}, "run.json holds no options that this version knows: unsupp"),
     ({"run.json": b'{"param_groups": true, "output": "x", "later": 1}'}, "unexpected keyword argument 'later'"),
 ])  # fmt: skip
@@ -157,7 +160,9 @@ def test_a_run_that_cannot_go_on_is_refused(changed, message, run):
     """Tokens made anew could be others, and nothing is trained from the first step, at the second attempt either."""
     metrics_before = (run / metrics.FILE).read_text()
     for path, content in ((run / name, content) for name, content in changed.items()):
-        if content is not None:
+        if isinstance(content, dict):
+            path.write_text(json.dumps(json.loads(path.read_text()) | content))
+        elif content is not None:
             path.write_bytes(content)
         else:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -273,7 +273,9 @@ def test_operations_a_token():
     assert metrics.training_flops_per_token(model, 4096) == 6 * (21 * layer + 50_432 * 1024) + 6 * 21 * 1024 * 4096
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b"\0\0\0", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 2, "lo', b"\0\0\0", b"\xff\xfe", b"null", b'{"loss": 1}', b'{"step": null}']
+)
 def test_rows_end_at_a_line_that_was_not_written_whole(torn, tmp_path):
     (tmp_path / metrics.FILE).write_bytes(b'{"step": 1}\n' + torn)
     assert metrics.read_rows(tmp_path) == [{"step": 1}]
