@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,7 +125,7 @@ class Muon(torch.optim.Optimizer):
     ):  # fmt: skip
         for name, value in {"lr": lr, "weight_decay": weight_decay, "eps": eps}.items():
             epsilon(name, float(value) if isinstance(value, Tensor) else value)
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
+        if not isinstance(betas, Sequence) or len(betas) != 2:
             raise ValueError(f"betas is {betas!r}; supported: two numbers in [0, 1)")
         for name, value in {"momentum": momentum, "betas[0]": betas[0], "betas[1]": betas[1]}.items():
             if epsilon(name, value) >= 1:
